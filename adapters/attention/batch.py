@@ -1,0 +1,299 @@
+"""What exists while a batch of sequences is stored: block store, layers, work space; and a step's stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from tierstore import kernels
+from tierstore.adapters.attention import exact
+from tierstore.adapters.attention.capacity import fit_top_tier, reserve_backing
+from tierstore.adapters.attention.layer import Layer, Sealed
+from tierstore.indexers import IndexShape
+from tierstore.interfaces import IndexContext
+from tierstore.kernels.element import to_array
+from tierstore.kernels.tables import CHUNK
+from tierstore.placement import assign_homes
+from tierstore.policies import LRU
+from tierstore.scratch import Scratch
+from tierstore.store import BlockStore, Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.presets import Preset
+    from tierstore.interfaces import Bytes, Ids, Pointers, Tier
+    from tierstore.kernels.element import Array
+    from tierstore.layout import BlockLayout
+
+_STAGING_BLOCKS = 64
+"""Blocks per KV head that a later turn reads at once."""
+
+
+class Rules(NamedTuple):
+    """What one engine does: its model, its preset, and the numbers that override the preset's."""
+
+    geometry: Geometry
+    preset: Preset
+    budget: float | int
+    window: float | None
+    record: bool
+
+    @property
+    def attends_residents(self) -> bool:
+        """Whether a step attends to everything in the top tier."""
+        return self.preset.attends_residents and self.window is not None
+
+
+class Batch:
+    """The stored past of some sequences.
+
+    Parameters
+    ----------
+    tokens: tokens of the longest sequence in the first call, to reserve room.
+    scale: factor on the logits.
+    """
+
+    def __init__(
+        self, rules: Rules, layout: BlockLayout, tiers: Sequence[Tier], sequences: int, tokens: int, scale: float
+    ) -> None:
+        geometry, preset = rules.geometry, rules.preset
+        self.rules, self.scale = rules, scale
+        self.tokens: Pointers = np.zeros(sequences, np.int64)
+        self.attended: dict[int, list[list[int]]] = {}
+        rows = geometry.layers * sequences * geometry.kv_heads
+        blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
+        policies = [preset.policy() if level == 0 else LRU() for level in range(len(tiers) - 1)]
+        self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
+        device_memory = tiers[0].memory or self.store.memory
+        self._scratch = Scratch(self.store.memory)
+        self._device_scratch = self._scratch if device_memory is self.store.memory else Scratch(device_memory)
+        self._shape = kernels.BlockShape(
+            preset.block_tokens, geometry.head_dim, geometry.value_size, preset.block_tokens * geometry.head_dim
+        )
+        index_shape = IndexShape(geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
+                                 device_memory, self._device_scratch)  # fmt: skip
+        self.layers = [
+            Layer(geometry, preset, self.store, preset.index(index_shape), device_memory, sequences)
+            for _ in range(geometry.layers)
+        ]
+        reserve_backing(self.store, rows * blocks)
+        for level in range(1, self.store.backing):
+            self.store.resize(level, self.store.limit(level))
+        self._is_fitted = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence has a token yet."""
+        return not self.tokens.any()
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of all layers' indexes."""
+        return sum(layer.index.nbytes for layer in self.layers)
+
+    # Many new tokens
+
+    def extend(
+        self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Exact attention of new tokens [B, ., T, .] over past and themselves; then they are stored."""
+        layer, new = self.layers[number], query.shape[2]
+        starts = not layer.tokens.any()
+        if number == 0:
+            counts = new if valid is None else valid.sum(1).cpu().numpy()
+            self.tokens = self.tokens + counts
+        if starts and (valid is None or bool(valid.all())):
+            out = exact.causal(query, key, value, self.scale).transpose(1, 2)
+            for sequence in range(layer.sequences):
+                self._store(number, sequence, query[sequence], key[sequence], value[sequence])
+            return out
+        out = query.new_zeros(layer.sequences, new, query.shape[1], value.shape[-1])
+        for sequence in range(layer.sequences):
+            chosen = slice(None) if valid is None else valid[sequence].nonzero()[:, 0]
+            q, k, v = query[sequence][:, chosen], key[sequence][:, chosen], value[sequence][:, chosen]
+            if starts:
+                part = exact.causal(q[None], k[None], v[None], self.scale)[0]
+            else:
+                part = exact.over_past(q, k, v, layer.past(sequence, self._staging()), self.scale)
+            out[sequence, chosen] = part.transpose(0, 1).to(out.dtype)
+            self._store(number, sequence, q, k, v)
+        return out
+
+    def _staging(self) -> Bytes:
+        shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
+        staging: Bytes = self._scratch.array("staging", shape, np.uint8)
+        return staging
+
+    def _store(
+        self, number: int, sequence: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Take tokens [., n, .] in; those that go to blocks are placed by what the last queries attend to."""
+        layer, geometry = self.layers[number], self.rules.geometry
+        sealed = layer.absorb(sequence, key, value)
+        if sealed is None:
+            return
+        last = query[:, -self.rules.preset.observation :].unflatten(0, (geometry.kv_heads, geometry.group))
+        self._index(number, sealed, last)
+        layer.store_tokens(sealed, self._homes(sealed, last))
+
+    def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
+        layer = self.layers[number]
+        first_block = int(layer.blocks[layer.rows(sealed.sequence)][0])
+        layer.index_tokens(sealed, IndexContext(first_block, last))
+        if self.store.backing > 0 and (number == 0 or not self._is_fitted):
+            self._fit_top_tier(0 if self._is_fitted else self._index_to_come(layer, sealed))
+            self._is_fitted = True
+
+    def _index_to_come(self, layer: Layer, sealed: Sealed) -> int:
+        """Bytes that the index of all other layers and sequences will take, judged by the first."""
+        indexed = sealed.keys.shape[1] * layer.heads
+        expected = int(self.tokens.sum()) * layer.heads * len(self.layers)
+        return layer.index.nbytes * (expected - indexed) // indexed
+
+    def _fit_top_tier(self, index_to_come: int) -> None:
+        """Share the top tier out anew."""
+        rules, layer = self.rules, self.layers[0]
+        if rules.window is None:
+            per_sequence = self.tokens // rules.preset.block_tokens + 1
+        else:
+            per_sequence = np.ceil(self.budgets() * rules.window).astype(np.int64)
+        wanted = np.tile(np.repeat(per_sequence, layer.heads), len(self.layers))
+        segments = np.concatenate([each.segments for each in self.layers])
+        fit_top_tier(self.store, segments, wanted, index_to_come)
+
+    def _homes(self, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
+        """The tier where each sealed block gets its first copy beside the backing one."""
+        store = self.store
+        if store.backing == 0:
+            return None
+        weight = exact.importance(last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale)
+        segments = sum(len(layer.segments) for layer in self.layers)
+        room = [store.tiers[level].capacity // segments for level in range(store.backing)]
+        return assign_homes(weight.cpu().numpy(), room)
+
+    # One new token per sequence
+
+    def budgets(self) -> Pointers:
+        """Blocks that a row of each sequence may select."""
+        budget, size = self.rules.budget, self.rules.preset.block_tokens
+        wanted = self.tokens * budget if isinstance(budget, float) else np.full(len(self.tokens), budget)
+        blocks: Pointers = np.maximum(np.ceil(wanted / size - 1e-9), 1).astype(np.int64)
+        return blocks
+
+    def step(
+        self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every sequence."""
+        layer, geometry = self.layers[number], self.rules.geometry
+        rows = len(layer.segments)
+        if number == 0:
+            self._keep = np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
+            self.tokens = self.tokens + self._keep
+            self._budgets: Ids = np.repeat(self.budgets(), layer.heads).astype(np.int32)
+        layer.append_token(_array(key.reshape(rows, -1)), _array(value.reshape(rows, -1)), self._keep)
+        q = _array(query.reshape(rows, geometry.group, geometry.head_dim))
+        out = torch.empty(
+            (layer.sequences, 1, geometry.query_heads, geometry.value_size), dtype=query.dtype, device=query.device
+        )
+        if layer.blocks.any():
+            self._attend_blocks(number, q, out)
+        else:
+            self._attend(layer, q, _nothing(rows), out, merge=False)
+            self._note(number, _nothing(rows), is_first=True)
+        for sequence in layer.full_sequences():
+            sealed = layer.absorb(sequence, key[sequence, :, :0], value[sequence, :, :0])
+            assert sealed is not None
+            self._index(number, sealed, None)
+            layer.store_tokens(sealed, None)
+        return out
+
+    def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
+        """Attend to what the index selects, in one visit, or in several merged in float32."""
+        layer = self.layers[number]
+        selection = layer.index.select(query, np.minimum(self._budgets, layer.blocks))
+        partial: torch.Tensor | None = None
+        for i, visit in enumerate(self.store.visit(selection, layer.segments)):
+            if visit.is_whole and self.rules.attends_residents:
+                visit = self.store.residents(layer.segments)
+            elif not visit.is_whole and partial is None:
+                partial = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+            self._attend(layer, query, visit, out if partial is None else partial, merge=i > 0)
+            self._note(number, visit, is_first=i == 0)
+        if partial is not None:
+            out.copy_(partial)
+
+    def _attend(self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool) -> None:
+        """Blocks of a visit, and at the first visit the strips."""
+        rows, group = query.shape[0], query.shape[1]
+        strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
+        width = int(np.diff(visit.row_ptr).max()) * self.rules.preset.block_tokens + layer.strip_room
+        array = self._device_scratch.array
+        if not merge:
+            self._lse = array("lse", (rows, group), np.float32)
+        kernels.attend_blocks(
+            query, self._pool(), self._shape, visit.row_ptr, visit.slots, visit.valid,
+            layer.strip_key, layer.strip_value, strip, self.scale,
+            _array(out.view(rows, group, -1)), self._lse, array("weights", (rows, group, width), np.float32),
+            merge=merge,
+        )  # fmt: skip
+
+    def _pool(self) -> Array:
+        """The top tier's slots as elements."""
+        view = self.store.tiers[0].view
+        return view.view(self.layers[0].strip_key.dtype)
+
+    def _note(self, number: int, visit: Visit, *, is_first: bool) -> None:
+        """Remember the token positions that each row of a layer attends to."""
+        if not self.rules.record:
+            return
+        layer, preset, space = self.layers[number], self.rules.preset, self.store.space
+        tokens = layer.tokens
+        if is_first:
+            self.attended[number] = []
+            for row, length in enumerate(layer.strip_length.tolist()):
+                sinks = min(length, preset.sinks)
+                recent = range(int(tokens[row]) - (length - sinks), int(tokens[row]))
+                self.attended[number].append([*range(sinks), *recent])
+        blocks = space.owner_index[visit.handles // CHUNK] * CHUNK + visit.handles % CHUNK
+        for row, positions in enumerate(self.attended[number]):
+            chosen = slice(visit.row_ptr[row], visit.row_ptr[row + 1])
+            for block, valid in zip(blocks[chosen].tolist(), visit.valid[chosen].tolist(), strict=True):
+                start = preset.sinks + block * preset.block_tokens
+                positions.extend(range(start, start + valid))
+
+    # Rows
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens of every sequence."""
+        for layer in self.layers:
+            for sequence in range(layer.sequences):
+                layer.crop(sequence, tokens)
+        self.tokens = self.tokens - tokens
+
+    def arrange(self, sources: Sequence[int]) -> None:
+        """Let sequence i be what sequence ``sources[i]`` was."""
+        for layer in self.layers:
+            layer.arrange(sources)
+        self.tokens = self.tokens[list(sources)]
+        if self._is_fitted:
+            self._fit_top_tier(0)
+
+
+def _nothing(rows: int) -> Visit:
+    none: Ids = np.empty(0, np.int32)
+    return Visit(np.zeros(rows + 1, np.int64), none, none.astype(np.uint8), none, is_whole=True)
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """The elements of a tensor as NumPy or, on a GPU, CuPy array that shares its memory."""
+    if tensor.device.type == "cpu":
+        return to_array(tensor)
+    from tierstore.arrays import cupy
+
+    stored = tensor.detach().view(torch.int16) if tensor.element_size() == 2 else tensor.detach()
+    array: Array = cupy().from_dlpack(stored)
+    return array.view(np.uint16) if tensor.dtype == torch.bfloat16 else array

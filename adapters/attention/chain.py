@@ -1,0 +1,83 @@
+"""The tier chain of one engine: which tiers there are, and what each limit is divided into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tierstore.ephemeral import PrivateDirectory
+from tierstore.errors import ConfigError
+from tierstore.tiers import DeviceTier, MmapTier, PinnedTier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from tierstore.interfaces import Tier
+    from tierstore.layout import BlockLayout
+
+TierFactory = Callable[["BlockLayout"], "Sequence[Tier]"]
+"""Makes the tiers of a stack, fastest first, for a block layout."""
+
+
+class TierStack:
+    """Tiers, fastest first, and the private directory behind the disk tier if there is one."""
+
+    def __init__(self, tiers: Sequence[Tier], directory: PrivateDirectory | None = None) -> None:
+        self.tiers = tuple(tiers)
+        self._directory = directory
+
+    @classmethod
+    def of_sizes(
+        cls,
+        layout: BlockLayout,
+        device: torch.device,
+        *,
+        fast: str | int | None,
+        dram: str | int | None,
+        disk: str | Path | None,
+        keep: bool,
+    ) -> TierStack:
+        """The tiers that `fast`, `dram` and `disk` ask for.
+
+        ConfigError if there is no memory tier, or if the model computes on a GPU and none is fast.
+        """
+        if fast is None and dram is None:
+            raise ConfigError(
+                "no memory tier: expected fast=, dram= or both, for example dram='1GiB' (and disk='kv/' to hold more)"
+            )
+        if fast is None and device.type != "cpu":
+            raise ConfigError(f"the model is on {device}: expected fast='...', the limit of device memory for blocks")
+        tiers: list[Tier] = []
+        if fast is not None:
+            tiers.append(DeviceTier(layout, fast, device=device))
+        if dram is not None:
+            tiers.append(PinnedTier(layout, dram))
+        if disk is None:
+            return cls(tiers)
+        directory = PrivateDirectory(disk, keep=keep)
+        return cls([*tiers, MmapTier(layout, directory.path / "blocks")], directory)
+
+    def clear(self) -> None:
+        """Empty every tier."""
+        for tier in self.tiers:
+            tier.resize(0)
+            if tier.memory is not None:
+                tier.memory.clear()
+
+    def close(self) -> None:
+        """Close the tiers and remove their directory."""
+        for tier in self.tiers:
+            tier.close()
+        if self._directory is not None:
+            self._directory.close()
+
+
+def medium_of(tier: Tier) -> str:
+    """What a tier really is on this machine."""
+    if isinstance(tier, DeviceTier):
+        return "GPU memory" if tier.device.type == "cuda" else "ordinary memory (no GPU)"
+    if isinstance(tier, PinnedTier):
+        return "page-locked memory" if tier.is_pinned else "ordinary memory"
+    return "file" if tier.is_persistent else "memory"

@@ -1,0 +1,192 @@
+"""What the engine keeps for one layer: segments, index, and the strip of each row.
+
+A row is one (sequence, KV head). Its tokens stand in three places: the first few (sinks) and the most
+recent ones in the row's *strip*, which is always resident and attended; all between in blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tierstore.interfaces import IndexContext
+from tierstore.kernels import tables
+from tierstore.kernels.element import stored_dtype, to_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tierstore.adapters.attention.exact import Piece
+    from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.presets import Preset
+    from tierstore.interfaces import Bytes, Ids, Index
+    from tierstore.kernels.element import Array
+    from tierstore.memory import Memory
+    from tierstore.store import BlockStore
+
+SEAL_BLOCKS = 8
+"""Tokens leave the strip for blocks when this many blocks have piled up beyond the local window."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Tokens on their way from a strip to blocks: keys and values [H, n, .] of sequence `sequence`."""
+
+    sequence: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Layer:
+    """State of one layer for a batch of sequences; row ``b * H + h`` is KV head h of sequence b."""
+
+    def __init__(
+        self, geometry: Geometry, preset: Preset, store: BlockStore, index: Index, memory: Memory, sequences: int
+    ) -> None:
+        self._geometry, self._preset = geometry, preset
+        self._store, self._memory = store, memory
+        self.index = index
+        self.heads = geometry.kv_heads
+        rows = sequences * self.heads
+        self.segments: Ids = store.open(rows)
+        index.add_rows(self.segments)
+        self.strip_room = preset.sinks + preset.local + (SEAL_BLOCKS + 1) * preset.block_tokens
+        element = stored_dtype(geometry.dtype)
+        self.strip_key = memory.take((rows, self.strip_room, geometry.head_dim), element, "sinks and local window")
+        self.strip_value = memory.take((rows, self.strip_room, geometry.value_size), element, "sinks and local window")
+        self.strip_length: Ids = np.zeros(rows, np.int32)
+        self.blocks: Ids = np.zeros(rows, np.int32)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in the batch."""
+        return len(self.strip_length) // self.heads
+
+    @property
+    def tokens(self) -> Ids:
+        """Tokens of each row, wherever they are."""
+        return self.strip_length + self.blocks * np.int32(self._preset.block_tokens)
+
+    def rows(self, sequence: int) -> slice:
+        """The rows of one sequence."""
+        return slice(sequence * self.heads, (sequence + 1) * self.heads)
+
+    def append_token(self, key: Array, value: Array, keep: Array) -> None:
+        """Put one token [R, .] at the end of the strips of the sequences that keep it."""
+        if isinstance(self.strip_key, np.ndarray):
+            tables.append_tokens(self.strip_key, self.strip_value, self.strip_length, keep, key, value)
+            return
+        kept = np.flatnonzero(np.repeat(keep, self.heads))
+        self.strip_key[kept, self.strip_length[kept]] = key[kept]
+        self.strip_value[kept, self.strip_length[kept]] = value[kept]
+        self.strip_length[kept] += 1
+
+    def full_sequences(self) -> list[int]:
+        """Sequences whose strip should hand tokens over to blocks."""
+        limit = self._preset.sinks + self._preset.local + SEAL_BLOCKS * self._preset.block_tokens
+        return np.flatnonzero(self.strip_length[:: self.heads] >= limit).tolist()
+
+    def strip(self, sequence: int) -> Piece:
+        """Keys and values [H, n, .] that stand in the strips of one sequence."""
+        rows = self.rows(sequence)
+        n = int(self.strip_length[rows][0])
+        return to_tensor(self.strip_key[rows, :n]), to_tensor(self.strip_value[rows, :n])
+
+    def absorb(self, sequence: int, key: torch.Tensor, value: torch.Tensor) -> Sealed | None:
+        """Take in new tokens [H, n, .] of one sequence; returns those that must go to blocks.
+
+        Sinks and the local window stay in the strip, with the few tokens that do not fill a block.
+        """
+        old_key, old_value = self.strip(sequence)
+        key, value = torch.cat([old_key, key], 1), torch.cat([old_value, value], 1)
+        sinks, size = self._preset.sinks, self._preset.block_tokens
+        beyond = key.shape[1] - sinks - self._preset.local
+        sealed = max(0, beyond // size) * size
+        out = slice(sinks, sinks + sealed)
+        self._set_strip(sequence, _without(key, out), _without(value, out))
+        return Sealed(sequence, key[:, out], value[:, out]) if sealed else None
+
+    def _set_strip(self, sequence: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        rows, n = self.rows(sequence), key.shape[1]
+        to_tensor(self.strip_key[rows, :n]).copy_(key)
+        to_tensor(self.strip_value[rows, :n]).copy_(value)
+        self.strip_length[rows] = n
+
+    def index_tokens(self, sealed: Sealed, context: IndexContext) -> None:
+        """Enter sealed tokens into the index."""
+        self.index.extend(self.rows(sealed.sequence), sealed.keys, sealed.values, context)
+
+    def store_tokens(self, sealed: Sealed, home: Bytes | None) -> None:
+        """Enter sealed tokens into the block store."""
+        rows, size = self.rows(sealed.sequence), self._preset.block_tokens
+        blocks = sealed.keys.shape[1] // size
+        layout = self._store.layout
+        per_part = (sealed.keys, sealed.values)
+        pieces = [part.unflatten(1, (blocks, size)).flatten(0, 1) for part in per_part]
+        packed = layout.pack(dict(zip(("k", "v"), pieces, strict=True))).cpu().numpy()
+        self._store.append(
+            self.segments[rows], packed.reshape(self.heads, blocks, layout.block_bytes), home=home
+        )
+        self.blocks[rows] += blocks
+
+    def past(self, sequence: int, staging: Bytes) -> Iterator[Piece]:
+        """All tokens of one sequence, piece by piece; each is valid until the next is asked for."""
+        rows = self.rows(sequence)
+        blocks, per_piece = int(self.blocks[rows][0]), len(staging) // self.heads
+        for first in range(0, blocks, per_piece):
+            count = min(per_piece, blocks - first)
+            yield self._read(sequence, first, count, staging[: self.heads * count])
+        yield self.strip(sequence)
+
+    def _read(self, sequence: int, first: int, count: int, staging: Bytes) -> Piece:
+        device, layout = self._geometry.device, self._store.layout
+        out = staging.reshape(self.heads, count, layout.block_bytes)
+        self._store.read(self.segments[self.rows(sequence)], first, count, out)
+        parts = layout.unpack(torch.from_numpy(out).flatten(0, 1).to(device))
+        return tuple(parts[name].unflatten(0, (self.heads, count)).flatten(1, 2) for name in ("k", "v"))
+
+    def crop(self, sequence: int, tokens: int) -> None:
+        """Forget the last `tokens` tokens of one sequence, and fill its local window up from blocks."""
+        rows, size, sinks = self.rows(sequence), self._preset.block_tokens, self._preset.sinks
+        have_blocks, strip = int(self.blocks[rows][0]), int(self.strip_length[rows][0])
+        left = strip + have_blocks * size - tokens
+        wanted = min(left, sinks + self._preset.local)
+        back = min(have_blocks, max(0, -(-(wanted - (strip - tokens)) // size)))
+        key, value = self.strip(sequence)
+        if back:
+            staging: Bytes = np.empty((self.heads * back, self._store.layout.block_bytes), np.uint8)
+            block_key, block_value = self._read(sequence, have_blocks - back, back, staging)
+            key = torch.cat([key[:, :sinks], block_key, key[:, sinks:]], 1)
+            value = torch.cat([value[:, :sinks], block_value, value[:, sinks:]], 1)
+            self._store.truncate(self.segments[rows], have_blocks - back)
+            self.index.truncate(rows, have_blocks - back)
+            self.blocks[rows] -= back
+        stay = key.shape[1] - tokens
+        self._set_strip(sequence, key[:, :stay].clone(), value[:, :stay].clone())
+
+    def arrange(self, sources: Sequence[int]) -> None:
+        """Let sequence i be what sequence ``sources[i]`` was; those not named are dropped."""
+        rows = [row for source in sources for row in range(*self.rows(source).indices(len(self.segments)))]
+        segments = self.segments[rows]
+        first = np.unique(rows, return_index=True)[1]
+        copies = np.setdiff1d(np.arange(len(rows)), first)
+        segments[copies] = self._store.open(len(copies))
+        self._store.duplicate(self.segments[rows][copies], segments[copies])
+        self._store.drop(np.delete(self.segments, np.unique(rows)))
+        self.segments = segments
+        self.index.arrange_rows(rows, segments)
+        for name in ("strip_key", "strip_value"):
+            old = getattr(self, name)
+            new = self._memory.take((len(rows), *old.shape[1:]), old.dtype, "sinks and local window")
+            new[...] = old[rows]
+            self._memory.give(old)
+            setattr(self, name, new)
+        self.strip_length = self.strip_length[rows]
+        self.blocks = self.blocks[rows]
+
+
+def _without(tokens: torch.Tensor, out: slice) -> torch.Tensor:
+    return torch.cat([tokens[:, : out.start], tokens[:, out.stop :]], 1)

@@ -1,0 +1,66 @@
+"""Named compositions of index, policy and rules; each reproduces a published system or is a yardstick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierstore.errors import ConfigError
+from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
+from tierstore.interfaces import EvictionPolicy, Index
+from tierstore.policies import LRU, Lookahead, Random
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a system is made of.
+
+    Attributes
+    ----------
+    index, policy: how to make the index of one layer, and the policy of the fast tier.
+    block_tokens: consecutive tokens in a block.
+    budget: default share of the context (float) or tokens (int) that each step selects.
+    sinks, local: first and most recent tokens, always resident and attended, outside the budget.
+    window: capacity of the fast tier in budgets; the largest that fits, if that is less.
+    attends_residents: attend to everything in the fast tier, not only to what was selected.
+    observation: how many last prompt tokens rank the prompt's blocks for placement.
+    """
+
+    name: str
+    index: Callable[[IndexShape], Index]
+    policy: Callable[[], EvictionPolicy]
+    block_tokens: int = 4
+    budget: float | int = 0.0625
+    sinks: int = 4
+    local: int = 64
+    window: float = 2.0
+    attends_residents: bool = False
+    observation: int = 16
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1 or self.sinks < 0 or self.local < 1 or self.window < 1 or self.observation < 1:
+            raise ConfigError(
+                f"preset {self.name!r}: expected block_tokens, local, window and observation >= 1 and sinks >= 0, "
+                f"found {self.block_tokens}, {self.local}, {self.window}, {self.observation} and {self.sinks}"
+            )
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset("kvdrive", HierarchicalIndex, Lookahead, attends_residents=True),
+        Preset("chunk-mean", ChunkMeanIndex, LRU, block_tokens=8),
+        Preset("exact", ExactIndex, Lookahead),
+        Preset("random", ExactIndex, Random),
+        Preset("full", Everything, LRU, budget=1.0),
+    )
+}
+
+
+def preset_named(preset: str | Preset) -> Preset:
+    """The preset itself, or the one called so; ConfigError lists the names."""
+    if isinstance(preset, Preset):
+        return preset
+    if preset not in PRESETS:
+        raise ConfigError(f"preset={preset!r}: expected one of {', '.join(PRESETS)}, or a Preset")
+    return PRESETS[preset]

@@ -1,0 +1,102 @@
+"""Attaching a model to tierstore, and letting it go again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from tierstore.adapters.attention.engine import SparseAttention
+from tierstore.adapters.transformers.attention import NAME, register
+from tierstore.adapters.transformers.cache import TierCache
+from tierstore.adapters.transformers.hooks import DecoderHooks
+from tierstore.adapters.transformers.profile import geometry_of, profile_of
+from tierstore.adapters.transformers.session import Session
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from tierstore.adapters.transformers.engine import AttentionEngine
+
+_attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def attach(
+    model: PreTrainedModel,
+    *,
+    preset: str = "kvdrive",
+    budget: float | None = 0.0625,
+    fast: str | int | None = None,
+    dram: str | int | None = None,
+    disk: str | Path | None = None,
+    keep: bool = False,
+) -> TierCache:
+    """Let `model` generate with its keys and values in tiers.
+
+    The result is a context manager; inside, pass it to the model as ``**cache.kwargs``.
+
+    Parameters
+    ----------
+    preset: name of the composition of index, policy and attention.
+    budget: part of the stored tokens that a decoding step attends to: a fraction, or a number.
+    fast, dram: capacities, for example ``"64MiB"``; None leaves the choice to the preset.
+    disk: directory of the disk tier; None for none.
+    keep: leave the files in `disk` when the cache is closed.
+
+    Raises
+    ------
+    UnsupportedModelError, ConfigError: at once; the model is as it was.
+    """
+    geometry = geometry_of(model)
+    with ExitStack() as on_error:
+        engine = SparseAttention(
+            geometry, preset=preset, budget=budget, fast=fast, dram=dram, disk=disk, keep=keep
+        )
+        on_error.callback(engine.close)
+        cache = attach_engine(model, engine)
+        on_error.pop_all()
+    return cache
+
+
+def attach_engine(model: PreTrainedModel, engine: AttentionEngine) -> TierCache:
+    """Let `model` attend through an engine of your own, made for `geometry_of(model)`.
+
+    The engine is closed with the cache. Where attaching is refused, it stays open.
+    """
+    profile = profile_of(model)
+    decoder = profile.decoder
+    if decoder in _attached_decoders:
+        raise ConfigError(
+            f"this {profile.name} is attached already: close its cache before attaching it again"
+        )
+    if engine.geometry != profile.geometry:
+        raise ConfigError(
+            f"the engine was made for {engine.geometry}: expected geometry_of(model), which is "
+            f"{profile.geometry}"
+        )
+    register()
+    session = Session(profile, engine)
+    detach = ExitStack()
+    cache = TierCache(session, detach)
+    hooks = DecoderHooks(cache, session)
+    with ExitStack() as on_error:
+        on_error.callback(detach.close)
+        _attached_decoders.add(decoder)
+        detach.callback(_attached_decoders.discard, decoder)
+        detach.callback(_give_back_attention, decoder, decoder.config._attn_implementation)
+        decoder.set_attn_implementation(NAME)
+        before = decoder.register_forward_pre_hook(hooks.before_forward, with_kwargs=True)
+        detach.callback(before.remove)
+        after = decoder.register_forward_hook(hooks.after_forward)
+        detach.callback(after.remove)
+        on_error.pop_all()
+    return cache
+
+
+def _give_back_attention(decoder: PreTrainedModel, name: str) -> None:
+    # Where somebody chose another attention meanwhile, that choice stands.
+    if decoder.config._attn_implementation == NAME:
+        decoder.set_attn_implementation(name)

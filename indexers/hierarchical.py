@@ -1,0 +1,65 @@
+"""KVDrive's index (K5): blocks by their mean key, block means grouped by similarity, clusters scored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.indexers.scoring import IndexShape, Representatives, ScoringIndex
+from tierstore.kernels.clustering import kmeans
+
+if TYPE_CHECKING:
+    from tierstore.interfaces import IndexContext
+
+
+class HierarchicalIndex(ScoringIndex):
+    """Centroids of block means; only they and the member lists stay, the means are for building.
+
+    Parameters
+    ----------
+    tokens_per_centroid: context tokens for each centroid (the paper: 8,192 centroids at 120k tokens).
+    segment_tokens: clustering is done in stretches of this many tokens, each on its own; tokens that
+        come later are clustered among themselves as they come.
+    iterations: rounds of k-means.
+    """
+
+    units_per_block = 0
+
+    def __init__(
+        self,
+        shape: IndexShape,
+        *,
+        tokens_per_centroid: float = 15.0,
+        segment_tokens: int = 8192,
+        iterations: int = 10,
+    ) -> None:
+        if tokens_per_centroid < 1 or segment_tokens < shape.block_tokens or iterations < 1:
+            raise ConfigError(
+                f"tokens_per_centroid={tokens_per_centroid}, segment_tokens={segment_tokens}, "
+                f"iterations={iterations}: expected at least 1, {shape.block_tokens} and 1"
+            )
+        super().__init__(shape)
+        self.tokens_per_centroid = tokens_per_centroid
+        self.segment_tokens = segment_tokens
+        self.iterations = iterations
+
+    def represent(self, keys: torch.Tensor, context: IndexContext) -> Representatives:
+        means = keys.unflatten(1, (-1, self.shape.block_tokens)).float().mean(2)
+        stretch = max(1, self.segment_tokens // self.shape.block_tokens)
+        parts = [self._cluster(part) for part in means.split(stretch, dim=1)]
+        offsets = [0]
+        for centroids, _ in parts:
+            offsets.append(offsets[-1] + centroids.shape[1])
+        centroids = torch.cat([centroids for centroids, _ in parts], 1)
+        unit_of = torch.cat([part + offset for (_, part), offset in zip(parts, offsets, strict=False)], 1)
+        sizes = torch.zeros(centroids.shape[:2])
+        sizes.scatter_add_(1, unit_of.cpu(), torch.full(unit_of.shape, float(self.shape.block_tokens)))
+        return Representatives(centroids, sizes, unit_of)
+
+    def _cluster(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = means.shape[1]
+        wanted = round(blocks * self.shape.block_tokens / self.tokens_per_centroid)
+        assignment, centroids = kmeans(means, min(max(1, wanted), blocks), iterations=self.iterations)
+        return centroids, assignment

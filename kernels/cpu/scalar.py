@@ -1,0 +1,92 @@
+"""Scalar pieces that every CPU kernel shares: widening, narrowing and a vectorisable exponential.
+
+KV elements are stored as bit patterns, and the NumPy type of an array says which: ``uint16`` holds
+bfloat16, ``int16`` holds IEEE half precision (Numba has no such scalars on a CPU), ``float32`` is itself.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+"""Reductions may be reordered; infinities and NaN keep their meaning (an empty set has lse = -inf)."""
+
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_F32 = ir.FloatType()
+_F16 = ir.HalfType()
+
+
+@intrinsic
+def widen(typingctx, pattern):
+    """The float32 value of a stored element."""
+
+    def from_bfloat16(context, builder, signature, args):
+        bits = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
+        return builder.bitcast(bits, _F32)
+
+    def from_half(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], _F16), _F32)
+
+    def from_single(context, builder, signature, args):
+        return args[0]
+
+    codegen = {types.uint16: from_bfloat16, types.int16: from_half, types.float32: from_single}
+    return types.float32(pattern), codegen[pattern]
+
+
+@intrinsic
+def _from_bits(typingctx, bits):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def narrow(typingctx, value, like):
+    """`value` (float32) rounded to nearest even and stored as an element of the type of `like`."""
+
+    def to_bfloat16(context, builder, signature, args):
+        bits = builder.bitcast(args[0], _I32)
+        sixteen = ir.Constant(_I32, 16)
+        odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+        quiet_nan = ir.Constant(_I32, 0x7FC00000)
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.lshr(builder.select(is_nan, quiet_nan, rounded), sixteen), _I16)
+
+    def to_half(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
+
+    def to_single(context, builder, signature, args):
+        return args[0]
+
+    codegen = {types.uint16: to_bfloat16, types.int16: to_half, types.float32: to_single}
+    return like(types.float32, like), codegen[like]
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_C6, _C5, _C4, _C3, _C2, _C1 = (
+    np.float32(math.log(2.0) ** n / math.factorial(n)) for n in (6, 5, 4, 3, 2, 1)
+)
+_LOWEST = np.float32(-87.0)
+
+
+@njit(inline="always", fastmath=FAST)
+def exp_nonpositive(x):
+    """e**x for x <= 0, within 3 units in the last place; below -87 it is e**-87 (under 2e-38)."""
+    t = max(x, _LOWEST) * _LOG2_E
+    whole = np.floor(t + np.float32(0.5))
+    f = t - whole
+    p = _C6
+    p = p * f + _C5
+    p = p * f + _C4
+    p = p * f + _C3
+    p = p * f + _C2
+    p = p * f + _C1
+    p = p * f + np.float32(1.0)
+    return p * _from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))

@@ -1,0 +1,42 @@
+"""How KV elements look as arrays: NumPy has no bfloat16, so 16-bit floats travel as bit patterns.
+
+======== =============== ===============
+torch    array type      meaning
+======== =============== ===============
+float32  ``float32``     itself
+bfloat16 ``uint16``      its bit pattern
+float16  ``int16``       its bit pattern
+======== =============== ===============
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.generic]
+
+_STORED = {
+    torch.float32: (torch.float32, np.dtype(np.float32)),
+    torch.bfloat16: (torch.uint16, np.dtype(np.uint16)),
+    torch.float16: (torch.int16, np.dtype(np.int16)),
+}
+_VALUE = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}
+
+SUPPORTED = tuple(_STORED)
+
+
+def stored_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
+    """The array type that holds elements of `dtype` (float32, bfloat16 or float16)."""
+    return _STORED[dtype][1]
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """The elements of a CPU tensor as an array that shares its memory."""
+    return tensor.detach().view(_STORED[tensor.dtype][0]).numpy()
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    """A tensor of values that shares memory with a stored array (NumPy, or CuPy by DLPack)."""
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+    value = _VALUE.get(np.dtype(array.dtype.name))
+    return tensor if value is None else tensor.view(value)

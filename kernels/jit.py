@@ -1,0 +1,24 @@
+"""Numba's `njit` where Numba is installed; elsewhere the functions run as plain Python, slowly but right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+try:
+    from numba import njit as _njit
+except ImportError:
+
+    def njit(function: Function) -> Function:
+        return function
+
+else:
+
+    def njit(function: Function) -> Function:
+        """Compiled on first use, cached on disk, and running without the GIL."""
+        compiled: Function = _njit(cache=True, nogil=True)(function)
+        return compiled

@@ -1,0 +1,126 @@
+"""Plain-torch kernels: the specification of every operation, on any device, and the fallback without Numba.
+
+Arguments are described once, in `tierstore.kernels`.
+"""
+
+import math
+
+import torch
+
+from tierstore.kernels.element import Array, to_tensor
+from tierstore.kernels.shape import BlockShape
+
+
+def attend_blocks(
+    query: Array,
+    pool: Array,
+    shape: BlockShape,
+    row_ptr: Array,
+    slots: Array,
+    valid: Array,
+    strip_key: Array,
+    strip_value: Array,
+    strip_length: Array,
+    scale: float,
+    out: Array,
+    lse: Array,
+    *,
+    merge: bool,
+) -> None:
+    q, blocks, keys, values = (to_tensor(a) for a in (query, pool, strip_key, strip_value))
+    result, sums = to_tensor(out), to_tensor(lse)
+    at = to_tensor(slots).to(q.device, torch.int64)
+    live = torch.arange(shape.tokens, device=q.device) < to_tensor(valid).to(q.device)[:, None]
+    for row in range(q.shape[0]):
+        chosen = slice(int(row_ptr[row]), int(row_ptr[row + 1]))
+        picked = blocks[at[chosen]]
+        k, v = shape.keys_and_values(picked)
+        mask = live[chosen].reshape(-1)
+        strip = slice(0, int(strip_length[row]))
+        k = torch.cat([k.reshape(-1, shape.key_dim)[mask], keys[row, strip]]).float()
+        v = torch.cat([v.reshape(-1, shape.value_dim)[mask], values[row, strip]]).float()
+        part, part_lse = partial_attention(q[row].float() * scale, k, v)
+        if merge:
+            part, part_lse = merge_partials(result[row].float(), sums[row], part, part_lse)
+        result[row] = part.to(result.dtype)
+        sums[row] = part_lse
+
+
+def partial_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over one set of keys, and its log-sum-exp, so that sets can be merged.
+
+    query [..., T, d] (already scaled), key [..., n, d], value [..., n, e], mask [T, n] True = visible.
+    Returns [..., T, e] and [..., T]; a query that sees nothing gets zeros and -inf.
+    """
+    logits = query @ key.transpose(-1, -2)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf)
+    if logits.shape[-1] == 0:
+        empty = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        return empty, query.new_full(query.shape[:-1], -math.inf)
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(logits - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
+    return weights @ value, lse
+
+
+def merge_partials(
+    first: torch.Tensor, first_lse: torch.Tensor, second: torch.Tensor, second_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets, from the attention over each."""
+    lse = torch.logaddexp(first_lse, second_lse)
+    safe = lse.masked_fill(lse.isneginf(), 0.0)
+    a, b = torch.exp(first_lse - safe)[..., None], torch.exp(second_lse - safe)[..., None]
+    return a * first + b * second, lse
+
+
+def score_units(
+    query: Array, units: Array, counts: Array, sizes: Array, scale: float, aggregate: str, out: Array
+) -> None:
+    q, u, n, size = (to_tensor(a) for a in (query, units, counts, sizes))
+    result = to_tensor(out)
+    for row in range(q.shape[0]):
+        live = size[row, : int(n[row])] > 0
+        if not live.any():
+            result[row, : live.shape[0]] = -math.inf
+            continue
+        logits = (q[row].float() * scale) @ u[row, : live.shape[0]].float().T
+        weighted = logits + size[row, : live.shape[0]].log()
+        mass = logits - weighted.logsumexp(-1, keepdim=True)
+        best = mass.logsumexp(0) if aggregate == "sum" else mass.amax(0)
+        result[row, : live.shape[0]] = best.masked_fill(~live, -math.inf)
+
+
+def select_blocks(
+    scores: Array,
+    counts: Array,
+    costs: Array,
+    unit_ptr: Array,
+    unit_blocks: Array,
+    budgets: Array,
+    row_ptr: Array,
+    ids: Array,
+    out_scores: Array,
+) -> int:
+    at = 0
+    row_ptr[0] = 0
+    for row in range(counts.shape[0]):
+        n, budget, table = int(counts[row]), int(budgets[row]), min(row, costs.shape[0] - 1)
+        order = sorted(range(n), key=lambda unit: (-float(scores[row, unit]), unit))
+        spent, cut = 0, math.inf
+        for unit in order:
+            if spent >= budget:
+                break
+            spent, cut = spent + int(costs[table, unit]), float(scores[row, unit])
+        above = [unit for unit in range(n) if scores[row, unit] > cut]
+        level = [unit for unit in range(n) if scores[row, unit] == cut]
+        stop = at + budget
+        for unit in above + level:
+            start = int(unit_ptr[table, unit])
+            for i in range(start, start + int(costs[table, unit])):
+                if at < stop:
+                    ids[at], out_scores[at] = unit_blocks[table, i], scores[row, unit]
+                    at += 1
+        row_ptr[row + 1] = at
+    return at

@@ -1,0 +1,209 @@
+"""The directory's inner loops: handles, judging, residency lists, and copying blocks between slots.
+
+`CHUNK` handles are given to a segment at a time: block b of segment s has the handle
+``chunks[s, b // CHUNK] * CHUNK + b % CHUNK`` for as long as the segment lives.
+"""
+
+import numpy as np
+
+from tierstore.kernels.jit import njit
+
+CHUNK = 64
+
+
+@njit
+def judge(chunks, segments, row_ptr, blocks, slot_of, valid_of, last_used, step,
+          handles, slots, valid):  # fmt: skip
+    """Handles, slots (-1 = miss) and valid counts of a selection; returns the number of misses.
+
+    Every selected handle is stamped with `step`, which protects it from eviction during that step.
+    """
+    misses = 0
+    for row in range(segments.shape[0]):
+        segment = segments[row]
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            block = blocks[i]
+            handle = chunks[segment, block // CHUNK] * CHUNK + block % CHUNK
+            slot = slot_of[handle]
+            handles[i] = handle
+            slots[i] = slot
+            valid[i] = valid_of[handle]
+            last_used[handle] = step
+            if slot < 0:
+                misses += 1
+    return misses
+
+
+@njit
+def handles_of(chunks, segments, row_ptr, blocks, handles):
+    """Handles of a selection, with no side effect."""
+    for row in range(segments.shape[0]):
+        segment = segments[row]
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            handles[i] = chunks[segment, blocks[i] // CHUNK] * CHUNK + blocks[i] % CHUNK
+
+
+@njit
+def install(handles, slots, domains, slot_of, handle_of, members, counts, position):
+    """Enter blocks into slots and into their domains' member lists."""
+    for i in range(handles.shape[0]):
+        handle = handles[i]
+        domain = domains[i]
+        slot_of[handle] = slots[i]
+        handle_of[slots[i]] = handle
+        position[handle] = counts[domain]
+        members[domain, counts[domain]] = handle
+        counts[domain] += 1
+
+
+@njit
+def remove(handles, domains, slot_of, handle_of, members, counts, position, freed):
+    """Take blocks out of their slots and lists; `freed` receives the slots."""
+    for i in range(handles.shape[0]):
+        handle = handles[i]
+        domain = domains[i]
+        slot = slot_of[handle]
+        freed[i] = slot
+        slot_of[handle] = -1
+        handle_of[slot] = -1
+        counts[domain] -= 1
+        last = members[domain, counts[domain]]
+        members[domain, position[handle]] = last
+        position[last] = position[handle]
+        position[handle] = -1
+
+
+@njit
+def collect(domains, members, counts, row_ptr, out):
+    """The member handles of each of `domains`, concatenated."""
+    at = 0
+    row_ptr[0] = 0
+    for i in range(domains.shape[0]):
+        for j in range(counts[domains[i]]):
+            out[at] = members[domains[i], j]
+            at += 1
+        row_ptr[i + 1] = at
+    return at
+
+
+@njit
+def lowest(rank, tie, eligible, row_ptr, need, order, picks):
+    """Per row, the positions of the `need` eligible entries of lowest (rank, tie, position); all or none.
+
+    Returns how many were picked, or -(row + 1) for the first row that has too few eligible entries.
+    """
+    at = 0
+    for row in range(need.shape[0]):
+        n = 0
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            if eligible[i]:
+                order[n] = i
+                n += 1
+        want = need[row]
+        if n < want:
+            return -(row + 1)
+        if 0 < want < n:
+            _partition(rank, tie, order, n, want)
+        for i in range(want):
+            picks[at] = order[i]
+            at += 1
+    return at
+
+
+@njit
+def _before(rank, tie, a, b):
+    if rank[a] != rank[b]:
+        return rank[a] < rank[b]
+    if tie[a] != tie[b]:
+        return tie[a] < tie[b]
+    return a < b
+
+
+@njit
+def _partition(rank, tie, order, n, want):
+    """Quickselect: the `want` first of `order` under the total order, in no particular order."""
+    low = 0
+    high = n - 1
+    while low < high:
+        pivot = order[(low + high) // 2]
+        i = low
+        j = high
+        while i <= j:
+            while _before(rank, tie, order[i], pivot):
+                i += 1
+            while _before(rank, tie, pivot, order[j]):
+                j -= 1
+            if i <= j:
+                order[i], order[j] = order[j], order[i]
+                i += 1
+                j -= 1
+        if want - 1 <= j:
+            high = j
+        elif want - 1 >= i:
+            low = i
+        else:
+            return
+
+
+@njit
+def gather_scores(handles, owner_segment, owner_index, row_of, unit_of, unit_scores, out):
+    """The current score of each handle: its unit's score in its segment's row; -inf if unknown."""
+    for i in range(handles.shape[0]):
+        chunk = handles[i] // CHUNK
+        row = row_of[owner_segment[chunk]]
+        out[i] = -np.inf
+        if row >= 0:
+            block = owner_index[chunk] * CHUNK + handles[i] % CHUNK
+            if block < unit_of.shape[1]:
+                unit = unit_of[min(row, unit_of.shape[0] - 1), block]
+                if unit >= 0:
+                    out[i] = unit_scores[row, unit]
+
+
+@njit
+def copy_rows(source, source_rows, target, target_rows, start, stop):
+    """target[target_rows[i], start:stop] = source[source_rows[i], start:stop]."""
+    for i in range(source_rows.shape[0]):
+        s = source[source_rows[i]]
+        t = target[target_rows[i]]
+        for j in range(start, stop):
+            t[j] = s[j]
+
+
+@njit
+def eligible(residents, row_ptr, leases, last_used, step, out, able):
+    """Which residents may leave (not leased, not used by step `step`), and how many of each row."""
+    for row in range(able.shape[0]):
+        able[row] = 0
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            out[i] = leases[residents[i]] == 0 and last_used[residents[i]] != step
+            able[row] += out[i]
+
+
+@njit
+def first_bad_victim(victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, step):
+    """Position of the first victim that may not leave, or -1; stamps victims, so a repeated one is bad."""
+    for i in range(victims.shape[0]):
+        handle = victims[i]
+        if handle < 0 or handle >= slot_of.shape[0] or slot_of[handle] < 0:
+            return i
+        if domain_of[owner_segment[handle // CHUNK]] != expected_domains[i]:
+            return i
+        if leases[handle] != 0 or last_used[handle] == step:
+            return i
+        last_used[handle] = step
+    return -1
+
+
+@njit
+def append_tokens(strip_key, strip_value, lengths, keep, key, value):
+    """Put one token at the end of the strip of each row that keeps it; `keep` has one flag per sequence."""
+    heads = strip_key.shape[0] // keep.shape[0]
+    for row in range(strip_key.shape[0]):
+        if keep[row // heads]:
+            at = lengths[row]
+            for j in range(key.shape[1]):
+                strip_key[row, at, j] = key[row, j]
+            for j in range(value.shape[1]):
+                strip_value[row, at, j] = value[row, j]
+            lengths[row] = at + 1

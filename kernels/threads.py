@@ -1,0 +1,38 @@
+"""Spread the rows of one kernel call over threads when the work pays for waking them."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+# Below this many multiply-adds (a few hundred microseconds) waking a thread costs more than it saves.
+_WORTH_A_THREAD = 4_000_000
+
+
+def thread_count() -> int:
+    """Threads a kernel may use: ``TIERSTORE_THREADS``, else the processors this process may run on."""
+    wanted = os.environ.get("TIERSTORE_THREADS")
+    if wanted:
+        return max(1, int(wanted))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, thread_count() - 1), thread_name_prefix="tierstore-kernel")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def over_rows(rows: int, multiply_adds: int, run: Callable[[int, int], None]) -> None:
+    """Call ``run(first, last)`` so that every row in ``range(rows)`` is covered exactly once."""
+    parts = min(thread_count(), rows) if multiply_adds >= _WORTH_A_THREAD else 1
+    if parts == 1:
+        run(0, rows)
+        return
+    cuts = [rows * part // parts for part in range(parts + 1)]
+    waiting = [_pool().submit(run, cuts[i], cuts[i + 1]) for i in range(1, parts)]
+    run(0, cuts[1])
+    for part in waiting:
+        part.result()

@@ -1,0 +1,84 @@
+"""The reduced base of policies that rank: write one vectorised function, get a policy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import PolicyError
+from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids, Scores
+from tierstore.kernels import tables
+
+if TYPE_CHECKING:
+    from tierstore.directory import HandleSpace
+
+Rank = npt.NDArray[np.generic]
+
+
+class BlockStats:
+    """What is known about the residents that a policy ranks; each piece is computed when first asked for.
+
+    handles: int32 [n]. step: number of the running step. last_used: int64 [n], -1 never.
+    """
+
+    def __init__(self, demand: Demand, space: HandleSpace, last_used: npt.NDArray[np.int64]) -> None:
+        self.demand = demand
+        self.handles = demand.residents
+        self.step = demand.access.step
+        self.last_used = last_used
+        self._space = space
+
+    @cached_property
+    def score(self) -> Scores:
+        """float32 [n] log attention mass in the running step; -inf where the index gave none."""
+        everything = self.demand.access.everything
+        out: Scores = np.full(len(self.handles), -np.inf, np.float32)
+        if everything is not None:
+            row_of = np.full(len(self._space.blocks), -1, np.int32)
+            row_of[everything.segments] = np.arange(len(everything.segments), dtype=np.int32)
+            tables.gather_scores(self.handles, self._space.owner_segment, self._space.owner_index, row_of,
+                                 everything.unit_of, everything.unit_scores, out)  # fmt: skip
+        return out
+
+
+class RankedPolicy(EvictionPolicy):
+    """Evicts the residents of lowest rank; ranks are computed anew whenever room is wanted.
+
+    For domains up to some thousands of blocks, all of them at once.
+    """
+
+    def bind(self, space: HandleSpace) -> None:
+        self._space = space
+        self._last_used = space.column(np.int64, fill=-1)
+
+    def on_access(self, access: Access) -> None:
+        self._last_used.array[access.handles] = access.step
+
+    def on_remove(self, handles: Ids) -> None:
+        """The space resets columns of handles that it gives out again."""
+
+    @abstractmethod
+    def rank(self, stats: BlockStats) -> Rank:
+        """One number per resident: the lowest leave first."""
+
+    def tie(self, stats: BlockStats) -> Rank:
+        """Decides between equal ranks, lowest first; then the order of `stats.handles` does."""
+        return stats.last_used
+
+    def victims(self, demand: Demand) -> Ids:
+        stats = BlockStats(demand, self._space, self._last_used.array[demand.residents])
+        picks: Ids = np.empty(int(demand.need.sum()), np.int32)
+        order: Ids = np.empty(len(demand.residents), np.int32)
+        found = tables.lowest(self.rank(stats), self.tie(stats), demand.eligible, demand.row_ptr, demand.need,
+                              order, picks)  # fmt: skip
+        if found < 0:
+            row = -found - 1
+            raise PolicyError(
+                f"{type(self).__name__}: domain {demand.domains[row]} should give up {demand.need[row]} blocks, "
+                "but fewer may leave"
+            )
+        return demand.residents[picks]

@@ -1,0 +1,268 @@
+"""Which slot of which tier holds each block: dense integer tables, no dictionaries.
+
+`HandleSpace` numbers blocks. `Residency` says where the blocks of one tier are and to which domain each
+counts; a domain is a set of segments that share one capacity and one policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import CapacityError
+from tierstore.interfaces import Ids, Pointers
+from tierstore.kernels import tables
+from tierstore.kernels.tables import CHUNK
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
+    from tierstore.memory import Memory
+
+
+TABLE_BYTES_PER_SLOT = 8
+"""What `Residency` keeps for each slot: who is there, and an entry of the member list."""
+
+
+class Column:
+    """One number per handle, in `array`; it grows with the space it belongs to."""
+
+    def __init__(self, memory: Memory, handles: int, dtype: npt.DTypeLike, fill: float, purpose: str) -> None:
+        self._memory = memory
+        self._purpose = purpose
+        self.fill = fill
+        self.array: Array = memory.take(handles, dtype, purpose)
+        if fill:
+            self.array.fill(fill)
+
+    def grow(self, handles: int) -> None:
+        """Make room for so many handles."""
+        self.array = self._memory.grow(self.array, (handles,), self._purpose, self.fill)
+
+
+class HandleSpace:
+    """Numbers the blocks of segments with dense handles that stay the same while the segment lives.
+
+    A segment gets handles `CHUNK` at a time, wherever they are free; `chunks[segment, block // CHUNK]`
+    says where. Columns registered here grow together and are reset when handles are given out.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.chunks: Ids = memory.take((1, 1), np.int32, "directory")
+        self.blocks: Ids = memory.take(1, np.int32, "directory")
+        self.owner_segment: Ids = memory.take(1, np.int32, "directory")
+        self.owner_index: Ids = memory.take(1, np.int32, "directory")
+        self._columns: list[Column] = []
+        self._free_segments: list[int] = [0]
+        self._free_chunks: list[int] = [0]
+
+    @property
+    def handles(self) -> int:
+        """Handles that columns have room for."""
+        return len(self.owner_segment) * CHUNK
+
+    def column(self, dtype: npt.DTypeLike, fill: float = 0, purpose: str = "policy") -> Column:
+        """A new column; `fill` is the value of a block that has just been born."""
+        column = Column(self.memory, self.handles, dtype, fill, purpose)
+        self._columns.append(column)
+        return column
+
+    def reserve(self, segments: int, blocks_each: int) -> None:
+        """Make room now for `segments` more segments of so many blocks, in one growth."""
+        self._reserve_segments(segments)
+        self._reserve_chunks(segments * -(-blocks_each // CHUNK))
+        self._reserve_index(-(-blocks_each // CHUNK))
+
+    def open(self, count: int) -> Ids:
+        """Numbers of `count` new, empty segments."""
+        self._reserve_segments(count)
+        return np.array([self._free_segments.pop() for _ in range(count)], np.int32)
+
+    def extend(self, segments: Ids, count: int) -> Ids:
+        """Handles [len(segments), count] of new blocks at the end of each segment."""
+        after = self.blocks[segments] + count
+        missing = -(-after // CHUNK) - -(-self.blocks[segments] // CHUNK)
+        self._reserve_index(int((-(-after // CHUNK)).max(initial=0)))
+        self._reserve_chunks(int(missing.sum()))
+        for segment, more in zip(segments.tolist(), missing.tolist(), strict=True):
+            have = -(-int(self.blocks[segment]) // CHUNK)
+            for index in range(have, have + more):
+                chunk = self._free_chunks.pop()
+                self.chunks[segment, index] = chunk
+                self.owner_segment[chunk], self.owner_index[chunk] = segment, index
+                for column in self._columns:
+                    column.array[chunk * CHUNK : (chunk + 1) * CHUNK] = column.fill
+        first = self.blocks[segments].copy()
+        self.blocks[segments] = after
+        return self.handles_of(segments, first[:, None] + np.arange(count, dtype=np.int32))
+
+    def handles_of(self, segments: Ids, blocks: Ids) -> Ids:
+        """Handles of ``blocks[i, :]`` of ``segments[i]``."""
+        chunk = self.chunks[segments[:, None], blocks // CHUNK]
+        return (chunk * CHUNK + blocks % CHUNK).astype(np.int32)
+
+    def all_handles(self, segment: int, first: int = 0) -> Ids:
+        """Handles of the blocks of `segment` from number `first` on."""
+        blocks = np.arange(first, self.blocks[segment], dtype=np.int32)[None]
+        return self.handles_of(np.array([segment], np.int32), blocks)[0]
+
+    def truncate(self, segment: int, blocks: int) -> None:
+        """Let `segment` end after so many blocks; chunks no longer needed become free."""
+        for index in range(-(-blocks // CHUNK), -(-int(self.blocks[segment]) // CHUNK)):
+            chunk = int(self.chunks[segment, index])
+            self.owner_segment[chunk] = -1
+            self._free_chunks.append(chunk)
+        for column in self._columns:
+            column.array[self.all_handles(segment, blocks)] = column.fill
+        self.blocks[segment] = blocks
+
+    def close(self, segment: int) -> None:
+        """Forget `segment`; its number may be given out again."""
+        self.truncate(segment, 0)
+        self._free_segments.append(segment)
+
+    def _reserve_segments(self, count: int) -> None:
+        short = count - len(self._free_segments)
+        if short > 0:
+            have = len(self.blocks)
+            want = have + max(short, have // 4)
+            self.chunks = self.memory.grow(self.chunks, (want, self.chunks.shape[1]), "directory")
+            self.blocks = self.memory.grow(self.blocks, (want,), "directory")
+            self._free_segments = [*range(want - 1, have - 1, -1), *self._free_segments]
+
+    def _reserve_index(self, chunks_each: int) -> None:
+        rows, have = self.chunks.shape
+        if chunks_each > have:
+            want = max(chunks_each, have + have // 4)
+            self.chunks = self.memory.grow(self.chunks, (rows, want), "directory")
+
+    def _reserve_chunks(self, count: int) -> None:
+        short = count - len(self._free_chunks)
+        if short > 0:
+            have = len(self.owner_segment)
+            want = have + max(short, have // 8)
+            for column in self._columns:
+                column.grow(want * CHUNK)
+            self.owner_segment = self.memory.grow(self.owner_segment, (want,), "directory", fill=-1)
+            self.owner_index = self.memory.grow(self.owner_index, (want,), "directory")
+            self._free_chunks = [*range(want - 1, have - 1, -1), *self._free_chunks]
+
+
+class Residency:
+    """The blocks that one tier holds, slot by slot and domain by domain.
+
+    Invariants: ``handle_of[slot_of[h]] == h`` for every resident h; `members` of a domain lists each of
+    its residents once, at ``position[h]``; a slot is free or holds one block.
+    """
+
+    def __init__(self, space: HandleSpace) -> None:
+        self._space = space
+        self._memory = space.memory
+        self.slot_of = space.column(np.int32, fill=-1, purpose="directory")
+        self.position = space.column(np.int32, fill=-1, purpose="directory")
+        self.handle_of: Ids = self._memory.take(0, np.int32, "directory")
+        self.slots = 0
+        self.members: Ids = self._memory.take((1, 1), np.int32, "directory")
+        self.counts: Ids = self._memory.take(1, np.int32, "directory")
+        self.quota: Pointers = self._memory.take(1, np.int64, "directory")
+        self.domain_of: Ids = self._memory.take(1, np.int32, "directory")
+        self._free: list[int] = []
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    @property
+    def resident(self) -> int:
+        """Blocks in the tier."""
+        return self.slots - len(self._free)
+
+    def assign(self, segments: Ids, domains: Ids) -> None:
+        """Count ``segments[i]``, which has no blocks here yet, to ``domains[i]``."""
+        if len(segments) and int(segments.max()) >= len(self.domain_of):
+            want = max(int(segments.max()) + 1, len(self._space.blocks))
+            self.domain_of = self._memory.grow(self.domain_of, (want,), "directory")
+        if len(domains) and int(domains.max()) >= len(self.counts):
+            want = max(int(domains.max()) + 1, len(self.counts) + len(self.counts) // 4)
+            self.members = self._memory.grow(self.members, (want, self.members.shape[1]), "directory")
+            self.counts = self._memory.grow(self.counts, (want,), "directory")
+            self.quota = self._memory.grow(self.quota, (want,), "directory")
+        self.domain_of[segments] = domains
+
+    def set_quota(self, domains: Ids, blocks: Pointers) -> None:
+        """Most blocks each of `domains` may hold; a domain over its new quota keeps its blocks for now."""
+        self.quota[domains] = blocks
+        want = int(max(self.quota.max(), self.counts.max()))
+        if want > self.members.shape[1]:
+            self.members = self._memory.grow(self.members, (len(self.counts), want), "directory")
+
+    def domains(self, handles: Ids) -> Ids:
+        """The domain that each handle counts to."""
+        return self.domain_of[self._space.owner_segment[handles // CHUNK]]
+
+    def take_slots(self, count: int) -> Ids:
+        """Free slots, ascending from the first that was free; CapacityError if there are too few."""
+        if count > len(self._free):
+            raise CapacityError(f"{count} slots wanted, {len(self._free)} of {self.slots} free")
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return np.array(taken[::-1], np.int32)
+
+    def return_slots(self, slots: Ids) -> None:
+        """Give back slots from `take_slots` that nothing was installed in."""
+        self._free.extend(slots[::-1].tolist())
+
+    def install(self, handles: Ids, slots: Ids) -> None:
+        """Enter blocks into slots from `take_slots`."""
+        domains = self.domains(handles)
+        tables.install(handles, slots, domains, self.slot_of.array, self.handle_of,
+                       self.members, self.counts, self.position.array)  # fmt: skip
+
+    def remove(self, handles: Ids) -> Ids:
+        """Take resident blocks out; returns the slots they held, now free."""
+        freed: Ids = np.empty(len(handles), np.int32)
+        tables.remove(handles, self.domains(handles), self.slot_of.array, self.handle_of,
+                      self.members, self.counts, self.position.array, freed)  # fmt: skip
+        self._free.extend(freed.tolist())
+        return freed
+
+    def collect(self, domains: Ids) -> tuple[Pointers, Ids]:
+        """Row pointers and handles of the residents of each of `domains`."""
+        row_ptr: Pointers = np.empty(len(domains) + 1, np.int64)
+        residents: Ids = np.empty(int(self.counts[domains].sum()), np.int32)
+        tables.collect(domains, self.members, self.counts, row_ptr, residents)
+        return row_ptr, residents
+
+    def reserve(self, slots: int) -> None:
+        """Make room for tables of so many slots."""
+        if slots > len(self.handle_of):
+            self.handle_of = self._memory.grow(self.handle_of, (slots,), "directory", fill=-1)
+
+    def resize(self, slots: int) -> None:
+        """Have `slots` slots, reserved before; those that go must be free."""
+        if slots > self.slots:
+            self._free = [*range(slots - 1, self.slots - 1, -1), *self._free]
+        else:
+            self._free = [slot for slot in self._free if slot < slots]
+        self.slots = slots
+
+    def above(self, slot: int) -> Ids:
+        """Handles of the blocks in slots from `slot` on."""
+        held = self.handle_of[slot : self.slots]
+        return held[held >= 0]
+
+    def validate(self, handles: Iterable[int]) -> None:
+        """Assert the invariants over `handles`, which should be all handles in use."""
+        resident = [h for h in handles if self.slot_of.array[h] >= 0]
+        assert len(resident) == self.resident, "residents and used slots differ"
+        assert sorted(resident) == sorted(self.handle_of[: self.slots][self.handle_of[: self.slots] >= 0])
+        for handle in resident:
+            assert self.handle_of[self.slot_of.array[handle]] == handle
+            domain = self.domains(np.array([handle], np.int32))[0]
+            assert self.members[domain, self.position.array[handle]] == handle
+        assert int(self.counts.sum()) == len(resident)
+        assert all(self.handle_of[slot] < 0 for slot in self._free)

@@ -1,0 +1,50 @@
+"""Every error the library raises on purpose, one class per way a caller can react.
+
+A message names the subject, what was found, what was expected, and the way out.
+"""
+
+
+class TierstoreError(Exception):
+    """Base of all errors raised by tierstore."""
+
+
+class ConfigError(TierstoreError, ValueError):
+    """The call is wrong: fix its arguments. Nothing was changed."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The model, or the way it is used, cannot be served; the message says why."""
+
+
+class CapacityError(TierstoreError, MemoryError):
+    """The request does not fit into the configured limit, or everything in it is leased."""
+
+
+class PolicyError(TierstoreError, RuntimeError):
+    """A policy broke its contract: it named a block that is unknown, protected, or named twice."""
+
+
+class StoreMismatchError(TierstoreError, ValueError):
+    """The directory holds something other than what was asked for."""
+
+
+class StoreLockedError(TierstoreError, OSError):
+    """Another process uses the directory."""
+
+
+class TierOfflineError(TierstoreError, OSError):
+    """A tier failed and cannot serve."""
+
+
+class CorruptBlockError(TierstoreError, OSError):
+    """Stored bytes do not match their checksum."""
+
+
+class MissingExtraError(TierstoreError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed: "
+            f"run pip install 'tierstore[{extra}]'"
+        )

@@ -1,0 +1,281 @@
+"""The four things users replace: where blocks live, who leaves, what is critical, how bytes are coded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.directory import HandleSpace
+    from tierstore.kernels.element import Array
+    from tierstore.layout import BlockLayout
+    from tierstore.memory import Memory
+
+Ids = npt.NDArray[np.int32]
+Pointers = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Completion(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived; raise what went wrong."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+DONE: Completion = _Done()
+"""What a tier returns when the transfer finished before the call did."""
+
+
+class Tier(ABC):
+    """Holds blocks at integer slots; knows nothing about which block is where.
+
+    Several threads may read at once; the store serialises writes, `resize` and `close` against all else.
+    """
+
+    name: str
+    layout: BlockLayout
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Slots the tier has now."""
+
+    @property
+    @abstractmethod
+    def limit(self) -> int:
+        """Slots it could have at most, as things stand."""
+
+    @abstractmethod
+    def resize(self, slots: int) -> None:
+        """Have `slots` slots, keeping the content of those below. CapacityError if they do not fit."""
+
+    @abstractmethod
+    def read(
+        self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        """Copy block ``slots[i]`` to ``out[rows[i]]`` (bytes [., block_bytes]); only `parts` if given.
+
+        Requires: slots below `capacity`; `rows` distinct. A slot never written reads as any bytes.
+        """
+
+    @abstractmethod
+    def write(
+        self, slots: Ids, blocks: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        """Copy ``blocks[rows[i]]`` into slot ``slots[i]``; only `parts` if given.
+
+        Requires: `slots` distinct. Errors of the medium are OSError; slots written are then undefined.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return when everything written survives a power loss; nothing to do for a volatile tier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up resources; a second call does nothing."""
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether blocks outlive the process."""
+        return False
+
+    @property
+    def is_addressable(self) -> bool:
+        """Whether kernels may read `view` in place."""
+        return False
+
+    @property
+    def view(self) -> Bytes:
+        """All slots as bytes [capacity, block_bytes], for an addressable tier."""
+        raise ConfigError(f"tier {self.name!r} cannot be read in place: use read()")
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory limit that the tier's slots share with other data; None for a tier outside memory."""
+        return None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the tier occupies on its medium, as far as its limit covers them."""
+        return self.capacity * self.layout.block_bytes
+
+
+@dataclass(slots=True)
+class BlockScores:
+    """What an index thought of every block in one step, kept per unit and looked up when needed.
+
+    unit_scores: float32 [R, units] log attention mass. unit_of: int32 [R, blocks], -1 unknown.
+    segments: int32 [R], the segment of each row.
+    """
+
+    unit_scores: Scores
+    unit_of: Ids
+    segments: Ids
+
+
+@dataclass(slots=True)
+class Selection:
+    """What an index answers: for row r, ids ``row_ptr[r]:row_ptr[r + 1]`` with their scores.
+
+    unit: what an id counts, ``"block"`` or ``"token"``.
+    everything: scores of all blocks, for policies; None if the index has none.
+    """
+
+    row_ptr: Pointers
+    ids: Ids
+    scores: Scores
+    unit: str = "block"
+    everything: BlockScores | None = None
+
+
+@dataclass(slots=True)
+class Access:
+    """One step's selected blocks, after judging.
+
+    handles, scores: int32 and float32 [n], the blocks of row r at ``row_ptr[r]:row_ptr[r + 1]``.
+    step: a number that grows by one with each access.
+    """
+
+    row_ptr: Pointers
+    handles: Ids
+    scores: Scores
+    step: int
+    everything: BlockScores | None = None
+
+
+@dataclass(slots=True)
+class Demand:
+    """Room wanted in domains: from residents ``row_ptr[i]:row_ptr[i + 1]`` choose ``need[i]``.
+
+    eligible: False for a block that is leased or used by the running step. access: the running step.
+    """
+
+    domains: Ids
+    row_ptr: Pointers
+    residents: Ids
+    eligible: npt.NDArray[np.bool_]
+    need: Pointers
+    access: Access
+
+
+class EvictionPolicy(ABC):
+    """Decides who leaves. Knows block handles, scores and time; never bytes, slots, tiers or locks.
+
+    A handle names one block for as long as its segment lives; residency comes and goes meanwhile.
+    The store calls from one thread at a time.
+    """
+
+    def bind(self, space: HandleSpace) -> None:
+        """Called once before anything else: take per-handle memory with ``space.column``."""
+
+    @abstractmethod
+    def on_access(self, access: Access) -> None:
+        """Blocks were selected, whether they were resident or not."""
+
+    @abstractmethod
+    def victims(self, demand: Demand) -> Ids:
+        """Handles to evict: exactly ``need[i]`` eligible residents of each domain, in domain order.
+
+        Pure: the store may evict fewer. PolicyError if a domain has too few eligible residents.
+        """
+
+    @abstractmethod
+    def on_remove(self, handles: Ids) -> None:
+        """The blocks are gone for good: forget them. Their handles may come back as other blocks."""
+
+
+@dataclass(frozen=True)
+class IndexContext:
+    """What some indexes need beside keys; absent pieces are None.
+
+    first_block: number of the first block of these keys in its segment.
+    last_queries: [R, G, w, d] queries of the last w prompt tokens.
+    """
+
+    first_block: int = 0
+    last_queries: torch.Tensor | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Index(ABC):
+    """Finds the critical blocks of each row (sequence x KV head) for its queries.
+
+    Rows are numbered from 0 in the order given to `add_rows`. The engine calls from one thread.
+    """
+
+    @abstractmethod
+    def add_rows(self, segments: Ids) -> None:
+        """Empty rows for `segments`, after those there are."""
+
+    @abstractmethod
+    def extend(
+        self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext
+    ) -> None:
+        """Index more tokens: keys [R', n, d], values [R', n, e]; n is a multiple of the block's tokens.
+
+        The first call of a row is its build, after prefill; later ones append.
+        """
+
+    @abstractmethod
+    def select(self, query: Array, budgets: Ids) -> Selection:
+        """At most ``budgets[r]`` blocks for each row; all of a row's blocks if there are no more.
+
+        query [R, G, d] elements. The answer is valid until the next call.
+        """
+
+    @abstractmethod
+    def truncate(self, rows: slice, blocks: int) -> None:
+        """Forget blocks from number `blocks` on."""
+
+    @abstractmethod
+    def arrange_rows(self, rows: Sequence[int], segments: Ids) -> None:
+        """Let new row i be a copy of row ``rows[i]`` under ``segments[i]``; others are dropped."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes the index occupies."""
+
+    @abstractmethod
+    def state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Arrays from which `restore` makes an equal index."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> Self:
+        """Take over a saved state; StoreMismatchError if it is of another shape."""
+
+
+class Codec(ABC):
+    """Turns the bytes of one part of an extent (many blocks) into stored bytes and back."""
+
+    name: str
+    is_lossless: bool
+
+    @abstractmethod
+    def encode(self, blocks: Bytes) -> Bytes:
+        """Stored bytes of blocks [n, nbytes]; no longer than ``bound(blocks.nbytes)``."""
+
+    @abstractmethod
+    def decode(self, stored: Bytes, out: Bytes) -> None:
+        """Fill out [n, nbytes]. CorruptBlockError if `stored` cannot be what `encode` made of that size."""
+
+    @abstractmethod
+    def bound(self, nbytes: int) -> int:
+        """Most bytes that `encode` may return for so many bytes."""

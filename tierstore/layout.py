@@ -1,0 +1,118 @@
+"""What one block is made of: named parts, their shapes and where their bytes stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from tierstore.errors import ConfigError
+
+Blocks = Mapping[str, torch.Tensor]
+"""Part name to values [n, *part.shape]."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named piece of a block.
+
+    Attributes
+    ----------
+    shape: shape of the part in one block; its first axis is the block's tokens.
+    dtype: element type.
+    rebuild: makes the part from the stored parts of n blocks instead of storing it (low-rank keys,
+        say): it gets and returns values with a leading axis n. None for a stored part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rebuild: Callable[[Blocks], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(extent < 1 for extent in self.shape):
+            raise ConfigError(f"part {self.name!r} has shape {self.shape}: expected positive extents")
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the part has bytes of its own in a block."""
+        return self.rebuild is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part in one block; 0 when it is rebuilt."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.is_stored else 0
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The parts of a block, stored one after the other without headers or padding.
+
+    `tokens` is the number of token places in a block; how many hold a token is the block's valid count.
+    """
+
+    parts: tuple[Part, ...]
+    tokens: int = field(init=False)
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if not any(part.is_stored for part in self.parts) or len(set(names)) != len(names):
+            raise ConfigError(f"parts {names}: expected distinct names and at least one stored part")
+        if len({part.shape[0] for part in self.parts}) != 1:
+            raise ConfigError(f"parts {names}: expected the same number of tokens as first extent of each")
+        object.__setattr__(self, "tokens", self.parts[0].shape[0])
+        object.__setattr__(self, "block_bytes", sum(part.nbytes for part in self.parts))
+
+    @classmethod
+    def kv(
+        cls, tokens: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> BlockLayout:
+        """Keys ``k`` and values ``v`` of `tokens` consecutive tokens of one KV head."""
+        value_dim = head_dim if value_dim is None else value_dim
+        return cls((Part("k", (tokens, head_dim), dtype), Part("v", (tokens, value_dim), dtype)))
+
+    def part(self, name: str) -> Part:
+        """The part called `name`; ConfigError names the known ones."""
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise ConfigError(f"part {name!r} is unknown: expected one of {[p.name for p in self.parts]}")
+
+    def offset(self, name: str) -> int:
+        """Byte position of a stored part inside a block."""
+        wanted = self.part(name)
+        if not wanted.is_stored:
+            raise ConfigError(f"part {name!r} is rebuilt from others: it has no bytes in a block")
+        return sum(part.nbytes for part in self.parts[: self.parts.index(wanted)])
+
+    def spans(self, names: Iterable[str] | None = None) -> list[tuple[int, int]]:
+        """Byte ranges [start, stop) of the stored parts `names` (all: one range), neighbours joined."""
+        if names is None:
+            return [(0, self.block_bytes)]
+        spans: list[tuple[int, int]] = []
+        for start, stop in sorted((self.offset(n), self.offset(n) + self.part(n).nbytes) for n in set(names)):
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
+        return spans
+
+    def pack(self, blocks: Blocks) -> torch.Tensor:
+        """Bytes uint8 [n, block_bytes] of the stored parts in `blocks`."""
+        stored = [blocks[part.name] for part in self.parts if part.is_stored]
+        n = stored[0].shape[0]
+        return torch.cat([values.reshape(n, -1).contiguous().view(torch.uint8) for values in stored], 1)
+
+    def unpack(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Values of every part, rebuilt ones included, from bytes uint8 [n, block_bytes]."""
+        blocks: dict[str, torch.Tensor] = {}
+        for part in (p for p in self.parts if p.is_stored):
+            start = self.offset(part.name)
+            flat = stored[:, start : start + part.nbytes].contiguous().view(part.dtype)
+            blocks[part.name] = flat.reshape(stored.shape[0], *part.shape)
+        for part in self.parts:
+            if part.rebuild is not None:
+                blocks[part.name] = part.rebuild(blocks)
+        return blocks

@@ -1,0 +1,156 @@
+"""One limit for everything that a memory tier's capacity must cover.
+
+A tier's slots share their limit with index arrays, sinks, local windows, staging, directory tables and
+policy state. Each is charged byte for byte before it exists; when an array does not fit, the slots shrink.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import CapacityError
+from tierstore.sizes import format_size
+
+if TYPE_CHECKING:
+    from tierstore.interfaces import Bytes
+    from tierstore.kernels.element import Array
+
+
+class HostBuffer:
+    """Bytes for slots in host memory: address space for the whole limit, pages only for what is in use."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._map = mmap.mmap(-1, limit_bytes)
+        self.array: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def resize(self, nbytes: int) -> None:
+        """Hand the pages beyond `nbytes` back to the system."""
+        start = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < len(self._map):
+            self._map.madvise(mmap.MADV_DONTNEED, start, len(self._map) - start)
+
+
+class Memory:
+    """A limit in bytes, what it is spent on, and the buffer of the slots.
+
+    Invariant: `used_bytes` never exceeds `limit_bytes`. Not thread-safe: the store serialises calls.
+
+    Parameters
+    ----------
+    allocate: makes a zeroed array of a shape and dtype where this memory is.
+    slots: the buffer for slots; host memory by default.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        name: str = "memory",
+        *,
+        allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array] = np.zeros,
+        slots: Any = None,
+    ) -> None:
+        self.name = name
+        self.limit_bytes = limit_bytes
+        self.slot_bytes = 0
+        self.peak_bytes = 0
+        self.on_pressure: Callable[[int], bool] | None = None
+        """Asked to shrink the slots by so many bytes when an array does not fit; True if it did."""
+        self._allocate = allocate
+        self._slots = HostBuffer(limit_bytes) if slots is None else slots
+        self._taken: dict[int, tuple[Array, str]] = {}
+        self._taken_bytes = 0
+
+    @property
+    def is_host(self) -> bool:
+        """Whether arrays are NumPy arrays."""
+        return isinstance(self.slots, np.ndarray)
+
+    @property
+    def slots(self) -> Bytes:
+        """The slots' bytes; those below `slot_bytes` are in use."""
+        array: Bytes = self._slots.array
+        return array
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in slots and taken arrays."""
+        return self.slot_bytes + self._taken_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nothing uses."""
+        return self.limit_bytes - self.used_bytes
+
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes used for each purpose, slots included."""
+        total = {"slots": self.slot_bytes}
+        for array, purpose in self._taken.values():
+            total[purpose] = total.get(purpose, 0) + array.nbytes
+        return total
+
+    def resize_slots(self, nbytes: int) -> None:
+        """Have `nbytes` bytes of slots; CapacityError, and no change, if they do not fit."""
+        if nbytes - self.slot_bytes > self.free_bytes:
+            raise CapacityError(
+                f"{self.name}: slots of {format_size(nbytes)} do not fit beside {format_size(self._taken_bytes)} "
+                f"of other data in a limit of {format_size(self.limit_bytes)}: raise the limit"
+            )
+        self._slots.resize(nbytes)
+        self.slot_bytes = nbytes
+        self._note_peak()
+
+    def take(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, purpose: str) -> Array:
+        """A zeroed array inside the limit; CapacityError if it does not fit even with fewer slots."""
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else shape
+        nbytes = math.prod(shape) * dtype.itemsize
+        short = nbytes - self.free_bytes
+        if short > 0 and not (self.on_pressure is not None and self.on_pressure(short)):
+            raise CapacityError(
+                f"{self.name}: {purpose} needs {format_size(nbytes)}, but only {format_size(self.free_bytes)} of "
+                f"{format_size(self.limit_bytes)} is left "
+                f"({', '.join(f'{use} {format_size(size)}' for use, size in self.by_purpose().items())}): "
+                f"raise {self.name}= or lower the budget"
+            )
+        array = self._allocate(shape, dtype)
+        self._taken[id(array)] = (array, purpose)
+        self._taken_bytes += nbytes
+        self._note_peak()
+        return array
+
+    def give(self, array: Array) -> None:
+        """Return an array from `take`, which must be that very object."""
+        del self._taken[id(array)]
+        self._taken_bytes -= array.nbytes
+
+    def grow(self, array: Array, shape: tuple[int, ...], purpose: str, fill: float = 0) -> Array:
+        """A larger array with `array` in its low corner and `fill` elsewhere; `array` is given back."""
+        larger = self.take(shape, array.dtype, purpose)
+        if fill:
+            larger.fill(fill)
+        larger[tuple(slice(extent) for extent in array.shape)] = array
+        self.give(array)
+        return larger
+
+    def clear(self) -> None:
+        """Forget everything; arrays taken before must no longer be used."""
+        self._taken.clear()
+        self._taken_bytes = self.slot_bytes = self.peak_bytes = 0
+        self._slots.resize(0)
+        self.on_pressure = None
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+
+def unlimited(name: str = "metadata") -> Memory:
+    """Memory that is counted but not bounded, for stores without a memory tier; it has no slots."""
+    memory = Memory(mmap.PAGESIZE, name)
+    memory.limit_bytes = 1 << 62
+    return memory

@@ -1,0 +1,64 @@
+"""Byte sizes and budgets as people write them."""
+
+import re
+
+from tierstore.errors import ConfigError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(size: int | str, what: str = "size") -> int:
+    """Bytes of ``"16MiB"``, ``"1.5 GB"`` or a number of bytes; `what` names the argument in errors."""
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(
+                f"{what}={size!r}: expected a number of bytes with a unit such as 512KiB, 16MiB, 1.5GB"
+            )
+        value = int(float(match[1]) * _UNITS[match[2].lower()])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    else:
+        raise ConfigError(f"{what}={size!r}: expected bytes as an int or a string such as '16MiB'")
+    if value <= 0:
+        raise ConfigError(f"{what}={size!r}: expected more than zero bytes, for example '16MiB'")
+    return value
+
+
+def format_size(size: float) -> str:
+    """`size` bytes for people: ``"1.5 MiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def parse_budget(budget: float | str) -> float | int:
+    """A share of the context as a float in (0, 1], or a number of tokens as an int >= 1.
+
+    ``"6.25%"`` and ``0.0625`` are shares, ``2048`` and ``"2048"`` are tokens.
+    """
+    value: float | int | str = budget
+    try:
+        if isinstance(value, str):
+            text = value.strip()
+            if text.endswith("%"):
+                value = float(text[:-1]) / 100
+            else:
+                value = int(text) if text.isdecimal() else float(text)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        if isinstance(value, float) and 0 < value <= 1:
+            return value
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"budget={budget!r}: expected a share of the context in (0, 1] or a whole number of tokens >= 1, "
+        "for example 0.0625, '6.25%' or 2048"
+    )

@@ -1,0 +1,105 @@
+"""What every tier in memory shares: slots at the bottom of one `Memory`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
+from tierstore.kernels.tables import copy_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tierstore.layout import BlockLayout
+    from tierstore.memory import Memory
+
+
+class MemoryTier(Tier):
+    """Slots in a buffer that kernels read in place."""
+
+    def __init__(self, layout: BlockLayout, memory: Memory, name: str) -> None:
+        self.name = name
+        self.layout = layout
+        self._memory = memory
+        self._slots = 0
+        self._view: Bytes = memory.slots[:0].reshape(0, layout.block_bytes)
+
+    @property
+    def capacity(self) -> int:
+        return self._slots
+
+    @property
+    def limit(self) -> int:
+        room = self._memory.slot_bytes + self._memory.free_bytes
+        return room // self.layout.block_bytes
+
+    def resize(self, slots: int) -> None:
+        size = slots * self.layout.block_bytes
+        self._memory.resize_slots(size)
+        self._slots = slots
+        self._view = self._memory.slots[:size].reshape(slots, self.layout.block_bytes)
+
+    def read(
+        self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        for start, stop in self.layout.spans(parts):
+            copy(self._view, slots, out, rows, start, stop)
+        return DONE
+
+    def write(
+        self, slots: Ids, blocks: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        for start, stop in self.layout.spans(parts):
+            copy(blocks, rows, self._view, slots, start, stop)
+        return DONE
+
+    def sync(self) -> None:
+        """Memory has nothing to sync."""
+
+    def close(self) -> None:
+        self._slots = 0
+        self._view = self._view[:0]
+
+    @property
+    def is_addressable(self) -> bool:
+        return True
+
+    @property
+    def view(self) -> Bytes:
+        return self._view
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
+
+    @property
+    def used_bytes(self) -> int:
+        return self._memory.used_bytes
+
+
+def copy(source: Bytes, source_rows: Ids, target: Bytes, target_rows: Ids, start: int, stop: int) -> None:
+    """target[target_rows, start:stop] = source[source_rows, start:stop], on whatever side they are."""
+    if isinstance(source, np.ndarray) and isinstance(target, np.ndarray):
+        width = next(w for w in (8, 4, 2, 1) if not (start | stop | source.shape[1] | target.shape[1]) % w)
+        word = np.dtype(f"u{width}")
+        copy_rows(source.view(word), source_rows, target.view(word), target_rows, start // width, stop // width)
+        return
+    across_devices(source, source_rows, target, target_rows, start, stop)
+
+
+def across_devices(
+    source: Bytes, source_rows: Ids, target: Bytes, target_rows: Ids, start: int, stop: int
+) -> None:
+    """`copy` where CuPy holds one side or both."""
+    from tierstore.arrays import cupy
+
+    xp = cupy()
+    picked = source[source_rows, start:stop] if isinstance(source, np.ndarray) else (
+        source[xp.asarray(source_rows), start:stop]
+    )  # fmt: skip
+    if isinstance(target, np.ndarray):
+        target[target_rows, start:stop] = xp.asnumpy(picked)
+    else:
+        target[xp.asarray(target_rows), start:stop] = xp.asarray(picked)
