@@ -70,15 +70,15 @@ def builtin_document(
         raise ConfigError(f"depth={depth}: expected a fraction in [0, 1]; pass for example 0.5")
     begun_answer = f"One of the special magic numbers for {city} is:"
     fact = f"{begun_answer} {number}."
+    prose = _builtin_prose()
     fixed = sum(_lengths(tokenizer, (_INSTRUCTION, fact)))
-    ends = [fixed, *accumulate(_lengths(tokenizer, _builtin_prose()), initial=fixed)][1:]
+    ends = list(accumulate(_lengths(tokenizer, prose), initial=fixed))
     if not fixed <= tokens <= ends[-1]:
         raise ConfigError(
             f"tokens={tokens}: expected {fixed} to {ends[-1]}, the length of the built-in document"
         )
     kept = sum(end <= tokens for end in ends) - 1
     place = round(depth * kept)
-    prose = _builtin_prose()
     text = [_INSTRUCTION, *prose[:place], fact, *prose[place:kept]]
     question = f"What is the special magic number for {city}?"
     return Document(_BREAK.join(text), question, begun_answer, str(number))
@@ -102,7 +102,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"document={str(path)!r}: byte {error.start} is not UTF-8; convert the file to UTF-8 text"
+            f"document={str(path)!r}: byte {error.start} is not UTF-8; pass a UTF-8 text file"
         ) from error
     if "\0" in text:
         raise ConfigError(

@@ -55,7 +55,7 @@ def load_model(
     ConfigError
         There is no such model, device or dtype here, or the files cannot be loaded.
     MissingExtraError
-        transformers, or for GGUF the package ``gguf``, is not installed.
+        transformers, or for GGUF one of ``gguf`` and ``accelerate``, is not installed.
     """
     if dtype not in _DTYPES:
         raise ConfigError(
@@ -67,6 +67,7 @@ def load_model(
     _require("transformers")
     if path.is_file():
         _require("gguf")
+        _require("accelerate")
     with _without_progress_bars(), _without_collector():
         try:
             model, tokenizer = _load(path, dtype)
@@ -167,9 +168,9 @@ def _without_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause the cyclic collector: a GGUF vocabulary is a million small objects, none of them cyclic.
+    """Pause the cyclic collector, which a GGUF vocabulary wakes for nothing.
 
-    Measured in 2026: 10 s instead of 15 s for the demo model.
+    Its million small objects hold no cycles; without the pause loading takes half as long again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

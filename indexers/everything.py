@@ -35,7 +35,9 @@ class Everything(Index):
 
     def select(self, query: Array, budgets: Ids) -> Selection:
         row_ptr: Pointers = np.concatenate([[0], np.cumsum(self._blocks)]).astype(np.int64)
-        ids: Ids = np.concatenate([np.arange(n, dtype=np.int32) for n in self._blocks.tolist()] or [self._blocks])
+        ids: Ids = np.concatenate(
+            [np.arange(n, dtype=np.int32) for n in self._blocks.tolist()] or [self._blocks]
+        )
         return Selection(row_ptr, ids, np.zeros(len(ids), np.float32))
 
     def truncate(self, rows: slice, blocks: int) -> None:

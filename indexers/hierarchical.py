@@ -53,13 +53,19 @@ class HierarchicalIndex(ScoringIndex):
         for centroids, _ in parts:
             offsets.append(offsets[-1] + centroids.shape[1])
         centroids = torch.cat([centroids for centroids, _ in parts], 1)
-        unit_of = torch.cat([part + offset for (_, part), offset in zip(parts, offsets, strict=False)], 1)
+        unit_of = torch.cat(
+            [part + offset for (_, part), offset in zip(parts, offsets, strict=False)], 1
+        )
         sizes = torch.zeros(centroids.shape[:2])
-        sizes.scatter_add_(1, unit_of.cpu(), torch.full(unit_of.shape, float(self.shape.block_tokens)))
+        sizes.scatter_add_(
+            1, unit_of.cpu(), torch.full(unit_of.shape, float(self.shape.block_tokens))
+        )
         return Representatives(centroids, sizes, unit_of)
 
     def _cluster(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = means.shape[1]
         wanted = round(blocks * self.shape.block_tokens / self.tokens_per_centroid)
-        assignment, centroids = kmeans(means, min(max(1, wanted), blocks), iterations=self.iterations)
+        assignment, centroids = kmeans(
+            means, min(max(1, wanted), blocks), iterations=self.iterations
+        )
         return centroids, assignment

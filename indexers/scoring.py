@@ -16,7 +16,7 @@ import torch
 from tierstore import kernels
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.interfaces import BlockScores, Ids, Index, IndexContext, Pointers, Scores, Selection
-from tierstore.kernels.element import stored_dtype, to_array
+from tierstore.kernels.element import is_host, stored_dtype, to_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -120,7 +120,9 @@ class ScoringIndex(Index):
         self._counts[rows] += units
         self._blocks[rows] += blocks
 
-    def _list_members(self, rows: slice, have_units: int, have_blocks: int, units: int, unit_of: Ids) -> None:
+    def _list_members(
+        self, rows: slice, have_units: int, have_blocks: int, units: int, unit_of: Ids
+    ) -> None:
         """Enter new blocks, listed unit by unit after those there are."""
         blocks = slice(have_blocks, have_blocks + unit_of.shape[1])
         self._unit_of[rows, blocks] = unit_of + have_units
@@ -229,7 +231,16 @@ class ScoringIndex(Index):
 
     @staticmethod
     def _row_arrays() -> tuple[str, ...]:
-        return ("_vectors", "_sizes", "_counts", "_blocks", "_unit_of", "_costs", "_unit_ptr", "_unit_blocks")
+        return (
+            "_vectors",
+            "_sizes",
+            "_counts",
+            "_blocks",
+            "_unit_of",
+            "_costs",
+            "_unit_ptr",
+            "_unit_blocks",
+        )
 
     def _reserve(self, rows: int, units: int, blocks: int) -> None:
         """Make room for so many rows, units and blocks; a growing context grows by an eighth at a time."""
@@ -245,7 +256,9 @@ class ScoringIndex(Index):
                 self._costs = self._grow(self._costs, (rows, want))
                 self._unit_ptr = self._grow(self._unit_ptr, (rows, want))
         if self._is_coarse and (rows > old_rows or blocks > have_blocks):
-            want = max(blocks, have_blocks + have_blocks // 8 if blocks > have_blocks else have_blocks)
+            want = max(
+                blocks, have_blocks + have_blocks // 8 if blocks > have_blocks else have_blocks
+            )
             self._unit_of = self._grow(self._unit_of, (rows, want))
             self._unit_blocks = self._grow(self._unit_blocks, (rows, want))
 
@@ -253,7 +266,7 @@ class ScoringIndex(Index):
         return self.shape.memory.grow(array, shape, "index")
 
     def _to_memory(self, vectors: torch.Tensor) -> Array:
-        if isinstance(self._vectors, np.ndarray):
+        if is_host(self._vectors):
             return to_array(vectors.cpu().contiguous())
         from tierstore.arrays import cupy
 

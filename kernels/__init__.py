@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierstore.kernels import reference
-from tierstore.kernels.element import Array
+from tierstore.kernels.element import Array, is_host
 from tierstore.kernels.shape import BlockShape
 from tierstore.kernels.threads import over_rows
 
@@ -25,7 +25,7 @@ __all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_b
 
 def backend_of(array: Array) -> str:
     """The name of the backend that runs operations on `array`: ``numba`` or ``torch``."""
-    return "numba" if cpu is not None and isinstance(array, np.ndarray) else "torch"
+    return "numba" if cpu is not None and is_host(array) else "torch"
 
 
 def attend_blocks(
@@ -134,8 +134,12 @@ def select_blocks(
     -------
     The number of ids written, ``row_ptr[-1]``.
     """
-    if cpu is None or not isinstance(scores, np.ndarray):
+    if backend_of(scores) == "torch":
         return reference.select_blocks(
             scores, counts, costs, unit_ptr, unit_blocks, budgets, row_ptr, ids, out_scores
         )
-    return int(cpu.select(scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores))
+    return int(
+        cpu.select(
+            scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores
+        )
+    )

@@ -9,13 +9,15 @@ float16  ``int16``       its bit pattern
 ======== =============== ===============
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
-_STORED = {
+_STORED: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
     torch.float32: (torch.float32, np.dtype(np.float32)),
     torch.bfloat16: (torch.uint16, np.dtype(np.uint16)),
     torch.float16: (torch.int16, np.dtype(np.int16)),
@@ -25,9 +27,14 @@ _VALUE = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16
 SUPPORTED = tuple(_STORED)
 
 
-def stored_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
+def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The array type that holds elements of `dtype` (float32, bfloat16 or float16)."""
     return _STORED[dtype][1]
+
+
+def is_host(array: object) -> bool:
+    """Whether `array` is NumPy's, that is, in host memory."""
+    return isinstance(array, np.ndarray)
 
 
 def to_array(tensor: torch.Tensor) -> Array:
@@ -37,6 +44,6 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 def to_tensor(array: Array) -> torch.Tensor:
     """A tensor of values that shares memory with a stored array (NumPy, or CuPy by DLPack)."""
-    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+    tensor = torch.from_numpy(array) if is_host(array) else torch.utils.dlpack.from_dlpack(array)
     value = _VALUE.get(np.dtype(array.dtype.name))
     return tensor if value is None else tensor.view(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,5 +20,4 @@ else:
 
     def njit(function: Function) -> Function:
         """Compiled on first use, cached on disk, and running without the GIL."""
-        compiled: Function = _njit(cache=True, nogil=True)(function)
-        return compiled
+        return cast("Function", _njit(cache=True, nogil=True)(function))

@@ -60,9 +60,11 @@ def partial_attention(
     if logits.shape[-1] == 0:
         empty = query.new_zeros(*query.shape[:-1], value.shape[-1])
         return empty, query.new_full(query.shape[:-1], -math.inf)
-    lse = logits.logsumexp(-1)
-    weights = torch.exp(logits - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
-    return weights @ value, lse
+    peak = logits.amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak.isneginf(), 0.0)
+    weights = torch.exp(logits - peak)
+    total = weights.sum(-1)  # At least 1, or 0 where nothing is seen.
+    return weights @ value / total.clamp(min=1)[..., None], peak[..., 0] + total.log()
 
 
 def merge_partials(
@@ -76,7 +78,13 @@ def merge_partials(
 
 
 def score_units(
-    query: Array, units: Array, counts: Array, sizes: Array, scale: float, aggregate: str, out: Array
+    query: Array,
+    units: Array,
+    counts: Array,
+    sizes: Array,
+    scale: float,
+    aggregate: str,
+    out: Array,
 ) -> None:
     q, u, n, size = (to_tensor(a) for a in (query, units, counts, sizes))
     result = to_tensor(out)

@@ -181,7 +181,9 @@ def eligible(residents, row_ptr, leases, last_used, step, out, able):
 
 
 @njit
-def first_bad_victim(victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, step):
+def first_bad_victim(
+    victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, step
+):
     """Position of the first victim that may not leave, or -1; stamps victims, so a repeated one is bad."""
     for i in range(victims.shape[0]):
         handle = victims[i]
@@ -207,3 +209,44 @@ def append_tokens(strip_key, strip_value, lengths, keep, key, value):
             for j in range(value.shape[1]):
                 strip_value[row, at, j] = value[row, j]
             lengths[row] = at + 1
+
+
+@njit
+def room_needed(domains, counts, quota, need):
+    """Blocks that must leave each domain before one more block per entry of `domains` fits."""
+    total = 0
+    for i in range(domains.shape[0]):
+        need[domains[i]] += 1
+    for domain in range(need.shape[0]):
+        if need[domain] > 0:
+            need[domain] = max(0, counts[domain] + need[domain] - quota[domain])
+            total += need[domain]
+    return total
+
+
+@njit
+def fitting(domains, counts, quota, free, taken, out):
+    """Positions, in order, of the entries that their domains and the `free` slots have room for."""
+    at = 0
+    for i in range(domains.shape[0]):
+        domain = domains[i]
+        if at < free and counts[domain] + taken[domain] < quota[domain]:
+            taken[domain] += 1
+            out[at] = i
+            at += 1
+    return at
+
+
+@njit
+def residents(domains, members, counts, slot_of, valid_of, row_ptr, handles, slots, valid):
+    """Members of each domain with their slots and valid counts, concatenated."""
+    at = 0
+    row_ptr[0] = 0
+    for i in range(domains.shape[0]):
+        for j in range(counts[domains[i]]):
+            handle = members[domains[i], j]
+            handles[at] = handle
+            slots[at] = slot_of[handle]
+            valid[at] = valid_of[handle]
+            at += 1
+        row_ptr[i + 1] = at

@@ -20,7 +20,9 @@ class Lookahead(RankedPolicy):
 
     def __init__(self, pool: int | None = None) -> None:
         if pool is not None and pool < 1:
-            raise ConfigError(f"pool={pool}: expected a number of blocks >= 1, or None for all scores")
+            raise ConfigError(
+                f"pool={pool}: expected a number of blocks >= 1, or None for all scores"
+            )
         self.pool = pool
 
     def rank(self, stats: BlockStats) -> Rank:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from tierstore.kernels import tables
 if TYPE_CHECKING:
     from tierstore.directory import HandleSpace
 
-Rank = npt.NDArray[np.generic]
+Rank = npt.NDArray[Any]
 
 
 class BlockStats:
@@ -25,7 +25,9 @@ class BlockStats:
     handles: int32 [n]. step: number of the running step. last_used: int64 [n], -1 never.
     """
 
-    def __init__(self, demand: Demand, space: HandleSpace, last_used: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, demand: Demand, space: HandleSpace, last_used: npt.NDArray[np.int64]
+    ) -> None:
         self.demand = demand
         self.handles = demand.residents
         self.step = demand.access.step

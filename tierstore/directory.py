@@ -29,7 +29,9 @@ TABLE_BYTES_PER_SLOT = 8
 class Column:
     """One number per handle, in `array`; it grows with the space it belongs to."""
 
-    def __init__(self, memory: Memory, handles: int, dtype: npt.DTypeLike, fill: float, purpose: str) -> None:
+    def __init__(
+        self, memory: Memory, handles: int, dtype: npt.DTypeLike, fill: float, purpose: str
+    ) -> None:
         self._memory = memory
         self._purpose = purpose
         self.fill = fill
@@ -95,14 +97,15 @@ class HandleSpace:
                 self.owner_segment[chunk], self.owner_index[chunk] = segment, index
                 for column in self._columns:
                     column.array[chunk * CHUNK : (chunk + 1) * CHUNK] = column.fill
-        first = self.blocks[segments].copy()
+        new = self.blocks[segments][:, None] + np.arange(count, dtype=np.int32)
         self.blocks[segments] = after
-        return self.handles_of(segments, first[:, None] + np.arange(count, dtype=np.int32))
+        return self.handles_of(segments, new.astype(np.int32))
 
     def handles_of(self, segments: Ids, blocks: Ids) -> Ids:
         """Handles of ``blocks[i, :]`` of ``segments[i]``."""
         chunk = self.chunks[segments[:, None], blocks // CHUNK]
-        return (chunk * CHUNK + blocks % CHUNK).astype(np.int32)
+        handles: Ids = (chunk * CHUNK + blocks % CHUNK).astype(np.int32)
+        return handles
 
     def all_handles(self, segment: int, first: int = 0) -> Ids:
         """Handles of the blocks of `segment` from number `first` on."""
@@ -188,7 +191,9 @@ class Residency:
             self.domain_of = self._memory.grow(self.domain_of, (want,), "directory")
         if len(domains) and int(domains.max()) >= len(self.counts):
             want = max(int(domains.max()) + 1, len(self.counts) + len(self.counts) // 4)
-            self.members = self._memory.grow(self.members, (want, self.members.shape[1]), "directory")
+            self.members = self._memory.grow(
+                self.members, (want, self.members.shape[1]), "directory"
+            )
             self.counts = self._memory.grow(self.counts, (want,), "directory")
             self.quota = self._memory.grow(self.quota, (want,), "directory")
         self.domain_of[segments] = domains
@@ -259,7 +264,9 @@ class Residency:
         """Assert the invariants over `handles`, which should be all handles in use."""
         resident = [h for h in handles if self.slot_of.array[h] >= 0]
         assert len(resident) == self.resident, "residents and used slots differ"
-        assert sorted(resident) == sorted(self.handle_of[: self.slots][self.handle_of[: self.slots] >= 0])
+        assert sorted(resident) == sorted(
+            self.handle_of[: self.slots][self.handle_of[: self.slots] >= 0]
+        )
         for handle in resident:
             assert self.handle_of[self.slot_of.array[handle]] == handle
             domain = self.domains(np.array([handle], np.int32))[0]

@@ -74,10 +74,14 @@ def reap(parent: Path) -> list[Path]:
 def _make(directory: Path) -> bool:
     if directory.is_dir():
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise ConfigError(f"disk={str(directory)!r}: the directory is not writable: choose another")
+            raise ConfigError(
+                f"disk={str(directory)!r}: the directory is not writable: choose another"
+            )
         return False
     if directory.exists() or directory.is_symlink():
-        raise ConfigError(f"disk={str(directory)!r}: expected a directory, found something else: choose another")
+        raise ConfigError(
+            f"disk={str(directory)!r}: expected a directory, found something else: choose another"
+        )
     if not directory.parent.is_dir():
         raise ConfigError(
             f"disk={str(directory)!r}: its parent directory {str(directory.parent)!r} does not exist: create it first"
@@ -85,5 +89,7 @@ def _make(directory: Path) -> bool:
     try:
         directory.mkdir(mode=0o700)
     except OSError as error:
-        raise ConfigError(f"disk={str(directory)!r}: cannot be created ({error.strerror}): choose another") from error
+        raise ConfigError(
+            f"disk={str(directory)!r}: cannot be created ({error.strerror}): choose another"
+        ) from error
     return True

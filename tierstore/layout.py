@@ -33,7 +33,9 @@ class Part:
 
     def __post_init__(self) -> None:
         if not self.shape or any(extent < 1 for extent in self.shape):
-            raise ConfigError(f"part {self.name!r} has shape {self.shape}: expected positive extents")
+            raise ConfigError(
+                f"part {self.name!r} has shape {self.shape}: expected positive extents"
+            )
 
     @property
     def is_stored(self) -> bool:
@@ -60,9 +62,13 @@ class BlockLayout:
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
         if not any(part.is_stored for part in self.parts) or len(set(names)) != len(names):
-            raise ConfigError(f"parts {names}: expected distinct names and at least one stored part")
+            raise ConfigError(
+                f"parts {names}: expected distinct names and at least one stored part"
+            )
         if len({part.shape[0] for part in self.parts}) != 1:
-            raise ConfigError(f"parts {names}: expected the same number of tokens as first extent of each")
+            raise ConfigError(
+                f"parts {names}: expected the same number of tokens as first extent of each"
+            )
         object.__setattr__(self, "tokens", self.parts[0].shape[0])
         object.__setattr__(self, "block_bytes", sum(part.nbytes for part in self.parts))
 
@@ -79,7 +85,9 @@ class BlockLayout:
         for part in self.parts:
             if part.name == name:
                 return part
-        raise ConfigError(f"part {name!r} is unknown: expected one of {[p.name for p in self.parts]}")
+        raise ConfigError(
+            f"part {name!r} is unknown: expected one of {[p.name for p in self.parts]}"
+        )
 
     def offset(self, name: str) -> int:
         """Byte position of a stored part inside a block."""
@@ -93,7 +101,9 @@ class BlockLayout:
         if names is None:
             return [(0, self.block_bytes)]
         spans: list[tuple[int, int]] = []
-        for start, stop in sorted((self.offset(n), self.offset(n) + self.part(n).nbytes) for n in set(names)):
+        for start, stop in sorted(
+            (self.offset(n), self.offset(n) + self.part(n).nbytes) for n in set(names)
+        ):
             if spans and spans[-1][1] == start:
                 start = spans.pop()[0]
             spans.append((start, stop))
@@ -103,7 +113,9 @@ class BlockLayout:
         """Bytes uint8 [n, block_bytes] of the stored parts in `blocks`."""
         stored = [blocks[part.name] for part in self.parts if part.is_stored]
         n = stored[0].shape[0]
-        return torch.cat([values.reshape(n, -1).contiguous().view(torch.uint8) for values in stored], 1)
+        return torch.cat(
+            [values.reshape(n, -1).contiguous().view(torch.uint8) for values in stored], 1
+        )
 
     def unpack(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         """Values of every part, rebuilt ones included, from bytes uint8 [n, block_bytes]."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CapacityError
+from tierstore.kernels.element import is_host
 from tierstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Memory:
     @property
     def is_host(self) -> bool:
         """Whether arrays are NumPy arrays."""
-        return isinstance(self.slots, np.ndarray)
+        return is_host(self.slots)
 
     @property
     def slots(self) -> Bytes:

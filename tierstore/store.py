@@ -1,8 +1,8 @@
 """The block store: the one place where directory, tiers, policies and transfers meet.
 
-Tiers are given from the fastest to the last. The last one, the backing tier, holds every block; each tier
-above caches some of them. A selected block that is not in the top tier is brought there straight from
-the first tier that has it; a block that leaves a tier goes to the next one, unless that one has it
+Tiers are given from the fastest to the last. The last one, the backing tier, holds every block; each
+tier above caches some of them. A selected block that is not in the top tier is brought there straight
+from the first tier that has it; a block that leaves a tier goes to the next one, unless that one has it
 already or is the backing tier.
 """
 
@@ -14,24 +14,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace, Residency
-from tierstore.errors import CapacityError, ConfigError, PolicyError
-from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers, Selection
+from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
+from tierstore.errors import CapacityError, ConfigError
+from tierstore.interfaces import Access, Bytes, Ids, Pointers, Selection
 from tierstore.kernels import tables
 from tierstore.memory import Memory, unlimited
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import format_size
+from tierstore.transfer import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tierstore.interfaces import EvictionPolicy, Tier
     from tierstore.layout import BlockLayout
-
-_BATCHES = 64
-"""A tier below the top makes room for 1/64 of its blocks at once: ranking them all costs O(blocks)."""
 
 _ONE_DOMAIN: Ids = np.zeros(1, np.int32)
 
@@ -40,8 +37,8 @@ _ONE_DOMAIN: Ids = np.zeros(1, np.int32)
 class Visit:
     """Blocks that are in the top tier while the visit lasts.
 
-    row_ptr, slots, valid, handles: row r has the top-tier slots ``slots[row_ptr[r]:row_ptr[r + 1]]``,
-    so many valid tokens in each, and these handles. is_whole: it is all of the selection.
+    row_ptr, slots, valid, handles: row r has top-tier slots ``slots[row_ptr[r]:row_ptr[r + 1]]``, so
+    many valid tokens in each, and these handles. is_whole: it is all of the selection.
     """
 
     row_ptr: Pointers
@@ -76,18 +73,12 @@ class BlockStore:
         _check_chain(layout, tiers, policies)
         self.layout = layout
         self.tiers = tuple(tiers)
-        self.policies = tuple(policies)
         self.metrics = StoreMetrics([tier.name for tier in tiers])
         self.memory = _metadata_memory(tiers)
         self.space = HandleSpace(self.memory)
         self._lock = threading.RLock()
-        self._step = 0
-        self._valid = self.space.column(np.uint8, purpose="directory")
-        self._leases = self.space.column(np.uint16, purpose="directory")
-        self._last_used = self.space.column(np.int64, fill=-1, purpose="directory")
-        self._residency = [Residency(self.space) for _ in tiers]
-        for policy in policies:
-            policy.bind(self.space)
+        self._moves = Transfers(layout, tiers, policies, self.space, self.metrics)
+        self._leased = 0
         self.space.reserve(segments, blocks_each)
         for level, tier in enumerate(self.tiers):
             if tier.memory is not None:
@@ -114,7 +105,7 @@ class BlockStore:
         """
         with self._lock:
             segments = self.space.open(count)
-            for level, residency in enumerate(self._residency):
+            for level, residency in enumerate(self._moves.residency):
                 shared = level > 0 or level == self.backing
                 own = segments if domains is None else domains
                 residency.assign(segments, np.zeros_like(segments) if shared else own)
@@ -132,24 +123,21 @@ class BlockStore:
         with self._lock:
             gone = [self.space.all_handles(segment, blocks) for segment in segments.tolist()]
             handles = np.concatenate(gone) if gone else np.empty(0, np.int32)
-            if (self._leases.array[handles] > 0).any():
+            if (self._moves.leases.array[handles] > 0).any():
                 raise CapacityError("blocks to forget are leased: release them first")
-            for level, residency in enumerate(self._residency):
-                residency.remove(handles[residency.slot_of.array[handles] >= 0])
-                if level < self.backing:
-                    self.policies[level].on_remove(handles)
+            self._moves.forget(handles)
             for segment in segments.tolist():
                 self.space.truncate(segment, blocks)
 
     def duplicate(self, segments: Ids, copies: Ids) -> None:
-        """Append the blocks of each segment to ``copies[i]``; the bytes pass through the backing tier."""
+        """Append the blocks of each segment to ``copies[i]``; the bytes go to the backing tier."""
         with self._lock:
             for source, target in zip(segments.tolist(), copies.tolist(), strict=True):
                 handles = self.space.all_handles(source)
                 data: Bytes = np.empty((1, len(handles), self.layout.block_bytes), np.uint8)
-                self._read(handles, data[0])
+                self._moves.read(handles, data[0])
                 home = np.full((1, len(handles)), self.backing, np.uint8)
-                valid = self._valid.array[handles][None].astype(np.uint8)
+                valid = self._moves.valid.array[handles][None]
                 self.append(np.array([target], np.int32), data, valid=valid, home=home)
 
     # Capacity
@@ -166,7 +154,7 @@ class BlockStore:
     def resize(self, level: int, slots: int) -> None:
         """Give tier `level` so many slots; what stands in slots that go is evicted to the next tier."""
         with self._lock:
-            residency, tier = self._residency[level], self.tiers[level]
+            residency, tier = self._moves.residency[level], self.tiers[level]
             if slots >= residency.slots:
                 residency.reserve(slots)
                 tier.resize(slots)
@@ -174,18 +162,21 @@ class BlockStore:
             else:
                 leaving = residency.above(slots)
                 if level == self.backing and len(leaving):
-                    raise CapacityError(f"{tier.name}: {len(leaving)} blocks would be lost: drop segments first")
-                if (self._leases.array[leaving] > 0).any():
-                    raise CapacityError(f"{tier.name}: leased blocks are in the way: release them first")
-                self._evict(level, leaving)
+                    raise CapacityError(
+                        f"{tier.name}: {len(leaving)} blocks would be lost: drop segments first"
+                    )
+                if (self._moves.leases.array[leaving] > 0).any():
+                    raise CapacityError(
+                        f"{tier.name}: leased blocks are in the way: release them first"
+                    )
+                self._moves.evict(level, leaving)
                 residency.resize(slots)
                 tier.resize(slots)
             if level > 0 or level == self.backing:
                 residency.set_quota(_ONE_DOMAIN, np.array([slots], np.int64))
             elif residency.quota.sum() > slots:
                 domains = np.flatnonzero(residency.quota).astype(np.int32)
-                shrunk = residency.quota[domains] * slots // residency.quota.sum()
-                self.set_quota(domains, shrunk)
+                self.set_quota(domains, residency.quota[domains] * slots // residency.quota.sum())
 
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks that each top-tier domain may hold; what exceeds a smaller quota is evicted.
@@ -193,19 +184,33 @@ class BlockStore:
         ConfigError if all quotas together exceed the top tier's slots.
         """
         with self._lock:
-            top = self._residency[0]
+            top = self._moves.residency[0]
             total = int(top.quota.sum() - top.quota[domains].sum() + blocks.sum())
             if total > top.slots:
-                raise ConfigError(f"quotas of {total} blocks: expected at most {top.slots}, the top tier's slots")
-            over = np.maximum(top.counts[domains] - blocks, 0)
+                raise ConfigError(
+                    f"quotas of {total} blocks: expected at most {top.slots}, the top tier's slots"
+                )
+            over = np.maximum(top.counts[domains] - blocks, 0).astype(np.int64)
             if over.any():
-                self._step += 1
-                self._evict(0, self._victims(0, domains, over.astype(np.int64), _no_access(self._step)))
+                self._moves.step += 1
+                idle = self._moves.idle_access()
+                self._moves.evict(0, self._moves.victims(0, domains, over, idle))
             top.set_quota(domains, blocks)
 
-    def free_blocks(self, level: int) -> int:
-        """Blocks that tier `level` can take before it must evict."""
-        return self._residency[level].free_slots
+    def _pressure_on(self, level: int) -> Callable[[int], bool]:
+        """Shrink a tier's slots when other data of its memory needs the room."""
+
+        def shrink(nbytes: int) -> bool:
+            memory, residency = self.tiers[level].memory, self._moves.residency[level]
+            assert memory is not None
+            slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
+            least = int(np.count_nonzero(residency.quota)) if level < self.backing else 0
+            if slots < least or (level == self.backing and len(residency.above(slots))):
+                return False
+            self.resize(level, slots)
+            return True
+
+        return shrink
 
     # Writing
 
@@ -217,25 +222,26 @@ class BlockStore:
         Parameters
         ----------
         blocks: bytes [S, n, block_bytes]. They are in the backing tier when this returns.
-        valid: uint8 [S, n] tokens that count in each block; all by default.
+        valid: uint8 [S, n] tokens that count in each block; all by default. What a block holds beyond
+            them must be finite numbers.
         home: uint8 [S, n], the tier that gets a copy now, as far as it has room without evicting; the
             backing tier's number for none. By default the tier next to the backing one, which evicts.
 
         Returns
         -------
-        Handles int32 [S, n]. CapacityError, and no change, if the backing tier is full; an OSError of a
-        tier passes through, and the segments are as before.
+        Handles int32 [S, n]. CapacityError, and no change, if the backing tier is full; an OSError of
+        a tier passes through, and the segments are as before.
         """
         with self._lock:
-            count = blocks.shape[1]
+            moves, count = self._moves, blocks.shape[1]
             total = len(segments) * count
             self._ensure_backing(total)
             handles = self.space.extend(segments, count)
             flat, rows = handles.reshape(-1), np.arange(total, dtype=np.int32)
             data = blocks.reshape(total, self.layout.block_bytes)
-            self._valid.array[flat] = self.layout.tokens if valid is None else valid.reshape(-1)
+            moves.valid.array[flat] = self.layout.tokens if valid is None else valid.reshape(-1)
             try:
-                self._write(self.backing, flat, data, rows)
+                moves.write(self.backing, flat, data, rows)
             except OSError:
                 for segment in segments.tolist():
                     self.space.truncate(segment, int(self.space.blocks[segment]) - count)
@@ -243,98 +249,79 @@ class BlockStore:
             for level in range(self.backing):
                 if home is not None:
                     chosen = np.flatnonzero(home.reshape(-1) == level)
-                    self._cache(level, flat[chosen], data, rows[chosen])
+                    moves.cache(level, flat[chosen], data, rows[chosen])
                 elif level == self.backing - 1:
-                    self._step += 1
-                    self._make_room(level, flat, _no_access(self._step))
-                    self._cache(level, flat, data, rows)
+                    moves.step += 1
+                    moves.make_room(level, flat, moves.idle_access())
+                    moves.cache(level, flat, data, rows)
             return handles
 
     def _ensure_backing(self, blocks: int) -> None:
-        residency, tier = self._residency[self.backing], self.tiers[self.backing]
+        residency, tier = self._moves.residency[self.backing], self.tiers[self.backing]
         short = blocks - residency.free_slots
         if short <= 0:
             return
         limit = self.limit(self.backing)
         if residency.slots + short > limit:
             raise CapacityError(
-                f"{tier.name}: holds every block and is full ({residency.slots} of at most {limit} blocks "
-                f"of {format_size(self.layout.block_bytes)}), {short} more are wanted: raise its limit or add a "
-                "larger tier after it"
+                f"{tier.name}: holds every block and is full ({residency.slots} of at most {limit} "
+                f"blocks of {format_size(self.layout.block_bytes)}), {short} more are wanted: raise "
+                "its limit or add a larger tier after it"
             )
-        self.resize(self.backing, min(limit, residency.slots + max(short, residency.slots // 8)))
-
-    def _cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> None:
-        """Copy to tier `level` those blocks, in order, that their domains have room for."""
-        residency = self._residency[level]
-        unique, inverse, counts = np.unique(residency.domains(handles), return_inverse=True, return_counts=True)
-        room = np.maximum(residency.quota[unique] - residency.counts[unique], 0)
-        order = np.argsort(inverse, kind="stable")
-        rank = np.arange(len(handles)) - np.repeat(np.cumsum(counts) - counts, counts)
-        fits = np.sort(order[rank < room[inverse[order]]])[: residency.free_slots]
-        self._write(level, handles[fits], data, rows[fits])
-
-    def _write(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> None:
-        residency = self._residency[level]
-        slots = residency.take_slots(len(handles))
-        try:
-            self.tiers[level].write(slots, data, rows).wait()
-        except OSError:
-            residency.return_slots(slots)
-            raise
-        residency.install(handles, slots)
-        self.metrics.tiers[level].bytes_written += len(handles) * self.layout.block_bytes
-        if level < self.backing:
-            self._touch(level, handles)
-
-    def _touch(self, level: int, handles: Ids) -> None:
-        row_ptr = np.array([0, len(handles)], np.int64)
-        self.policies[level].on_access(
-            Access(row_ptr, handles, np.zeros(len(handles), np.float32), self._step)
-        )
+        slots = residency.slots + max(short, residency.slots // 8)
+        self.resize(self.backing, min(limit, slots))
 
     # Reading
 
     def visit(self, selection: Selection, segments: Ids) -> Iterator[Visit]:
         """Bring the selected blocks of each row into the top tier, and yield them.
 
-        Usually once. A selection larger than its domain comes in several visits that together hold each
-        block once. Blocks of a visit stay in place until the next visit is asked for.
+        Usually once. A selection larger than its domain comes in several visits that together hold
+        each block once. Blocks of a visit stay in place until the next visit is asked for.
         """
         with self._lock:
-            self._step += 1
-            n = len(selection.ids)
+            moves, n = self._moves, len(selection.ids)
+            moves.step += 1
+            top = moves.residency[0]
             handles, slots = np.empty(n, np.int32), np.empty(n, np.int32)
             valid = np.empty(n, np.uint8)
-            top = self._residency[0]
-            misses = tables.judge(self.space.chunks, segments, selection.row_ptr, selection.ids, top.slot_of.array,
-                                  self._valid.array, self._last_used.array, self._step,
-                                  handles, slots, valid)  # fmt: skip
+            misses = tables.judge(
+                self.space.chunks, segments, selection.row_ptr, selection.ids, top.slot_of.array,
+                moves.valid.array, moves.last_used.array, moves.step, handles, slots, valid,
+            )  # fmt: skip
             self.metrics.tiers[0].hits += n - misses
-            access = Access(selection.row_ptr, handles, selection.scores, self._step, selection.everything)
+            access = Access(
+                selection.row_ptr, handles, selection.scores, moves.step, selection.everything
+            )
             if self.backing > 0:
-                self.policies[0].on_access(access)
+                moves.policies[0].on_access(access)
             if misses == 0:
                 yield Visit(selection.row_ptr, slots, valid, handles)
                 return
             for row_ptr, chosen in self._passes(selection.row_ptr, handles, slots):
-                part = handles[chosen]
-                self._fetch(part, access)
-                whole = len(part) == n
-                yield Visit(row_ptr, top.slot_of.array[part], valid[chosen], part, whole)
+                part = handles if chosen is None else handles[chosen]
+                moves.fetch(part, access)
+                counts = valid if chosen is None else valid[chosen]
+                yield Visit(row_ptr, top.slot_of.array[part], counts, part, chosen is None)
 
-    def _passes(self, row_ptr: Pointers, handles: Ids, slots: Ids) -> Iterator[tuple[Pointers, Ids]]:
-        """Split a selection so that each part fits its domains; residents come in the first part."""
-        top = self._residency[0]
+    def _passes(
+        self, row_ptr: Pointers, handles: Ids, slots: Ids
+    ) -> Iterator[tuple[Pointers, Ids | None]]:
+        """Split a selection so that each part fits its domains, residents first; None means all of it.
+
+        The blocks of a part are stamped with a step of their own, which protects just them.
+        """
+        top, moves = self._moves.residency[0], self._moves
         domains = top.domains(handles)
         wanted = np.bincount(domains, minlength=len(top.counts))
         room = top.quota - self._leased_elsewhere(domains)
         if (wanted <= room).all():
-            yield row_ptr, np.arange(len(handles), dtype=np.int32)
+            yield row_ptr, None
             return
         if (room[domains] < 1).any():
             raise CapacityError(
-                f"{self.tiers[0].name}: a domain of the selection has room for no block at all: raise the limit"
+                f"{self.tiers[0].name}: a domain of the selection has room for no block at all: "
+                "raise the limit or release leases"
             )
         order = np.lexsort((slots < 0, domains))
         starts = np.concatenate([[0], np.cumsum(wanted)])[domains[order]]
@@ -343,64 +330,35 @@ class BlockStore:
         rows = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
         for part in range(int(number.max()) + 1):
             chosen = np.flatnonzero(number == part).astype(np.int32)
-            self._step += 1
-            self._last_used.array[handles[chosen]] = self._step
+            moves.step += 1
+            moves.last_used.array[handles[chosen]] = moves.step
             counts = np.bincount(rows[chosen], minlength=len(row_ptr) - 1)
             yield np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), chosen
 
     def _leased_elsewhere(self, domains: Ids) -> Pointers:
         """Leased residents of each domain that the running step did not select."""
-        top = self._residency[0]
+        moves, top = self._moves, self._moves.residency[0]
         leased: Pointers = np.zeros(len(top.counts), np.int64)
-        if self._leases.array.any():
-            touched = np.unique(domains).astype(np.int32)
-            _, residents = top.collect(touched)
-            held = residents[(self._leases.array[residents] > 0) & (self._last_used.array[residents] != self._step)]
+        if self._leased:
+            _, residents = top.collect(np.unique(domains).astype(np.int32))
+            idle = moves.last_used.array[residents] != moves.step
+            held = residents[(moves.leases.array[residents] > 0) & idle]
             np.add.at(leased, top.domains(held), 1)
         return leased
-
-    def _fetch(self, handles: Ids, access: Access) -> None:
-        """Bring those of `handles` that are not in the top tier there, each from the first that has it."""
-        top = self._residency[0]
-        missing = handles[top.slot_of.array[handles] < 0]
-        self._make_room(0, missing, access)
-        slots = top.take_slots(len(missing))
-        try:
-            self._read(missing, self.tiers[0].view, slots, first=1)
-        except OSError:
-            top.return_slots(slots)
-            raise
-        top.install(missing, slots)
-        self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
-
-    def _read(self, handles: Ids, out: Bytes, rows: Ids | None = None, first: int = 0) -> None:
-        """Blocks into ``out[rows]``, each from the first tier that has it, starting at tier `first`."""
-        rows = np.arange(len(handles), dtype=np.int32) if rows is None else rows
-        pending = np.ones(len(handles), np.bool_)
-        transfers = []
-        for level in range(first, len(self.tiers)):
-            slots = self._residency[level].slot_of.array[handles]
-            here = np.flatnonzero(pending & (slots >= 0))
-            if len(here):
-                transfers.append(self.tiers[level].read(slots[here], out, rows[here]))
-                pending[here] = False
-                counters = self.metrics.tiers[level]
-                counters.bytes_read += len(here) * self.layout.block_bytes
-                if first > 0:
-                    counters.hits += len(here)
-                    if level < self.backing:
-                        self._touch(level, handles[here])
-            if not pending.any():
-                break
-        for transfer in transfers:
-            transfer.wait()
 
     def residents(self, segments: Ids) -> Visit:
         """Everything the top tier holds of each segment; each must be a domain of its own there."""
         with self._lock:
-            top = self._residency[0]
-            row_ptr, handles = top.collect(top.domain_of[segments])
-            return Visit(row_ptr, top.slot_of.array[handles], self._valid.array[handles], handles)
+            top, domains = self._moves.residency[0], self._moves.residency[0].domain_of[segments]
+            n = int(top.counts[domains].sum())
+            row_ptr: Pointers = np.empty(len(segments) + 1, np.int64)
+            handles, slots = np.empty(n, np.int32), np.empty(n, np.int32)
+            valid = np.empty(n, np.uint8)
+            tables.residents(
+                domains, top.members, top.counts, top.slot_of.array, self._moves.valid.array,
+                row_ptr, handles, slots, valid,
+            )  # fmt: skip
+            return Visit(row_ptr, slots, valid, handles)
 
     def read(self, segments: Ids, first: int, count: int, out: Bytes) -> Bytes:
         """Blocks ``first:first + count`` of each segment into out [S, count, block_bytes], moving none.
@@ -408,10 +366,11 @@ class BlockStore:
         Returns their valid counts, uint8 [S, count].
         """
         with self._lock:
-            blocks = np.broadcast_to(np.arange(first, first + count, dtype=np.int32), (len(segments), count))
+            numbers = np.arange(first, first + count, dtype=np.int32)
+            blocks = np.broadcast_to(numbers, (len(segments), count))
             handles = self.space.handles_of(segments, blocks).reshape(-1)
-            self._read(handles, out.reshape(len(handles), self.layout.block_bytes))
-            valid: Bytes = self._valid.array[handles].reshape(len(segments), count)
+            self._moves.read(handles, out.reshape(len(handles), self.layout.block_bytes))
+            valid: Bytes = self._moves.valid.array[handles].reshape(len(segments), count)
             return valid
 
     @contextmanager
@@ -419,84 +378,14 @@ class BlockStore:
         """Hold ``blocks[i, :]`` of ``segments[i]`` wherever they are until the context ends."""
         with self._lock:
             handles = self.space.handles_of(segments, blocks).reshape(-1)
-            np.add.at(self._leases.array, handles, 1)
+            np.add.at(self._moves.leases.array, handles, 1)
+            self._leased += len(handles)
         try:
             yield
         finally:
             with self._lock:
-                np.subtract.at(self._leases.array, handles, 1)
-
-    # Making room
-
-    def _make_room(self, level: int, incoming: Ids, access: Access) -> None:
-        """Evict until the domains of `incoming` have room for it, as far as anything may leave."""
-        residency = self._residency[level]
-        domains, counts = np.unique(residency.domains(incoming), return_counts=True)
-        need = np.maximum(residency.counts[domains] + counts - residency.quota[domains], 0)
-        if need.any():
-            if level > 0:
-                need = np.maximum(need, residency.quota[domains] // _BATCHES)
-            self._evict(level, self._victims(level, domains[need > 0].astype(np.int32), need[need > 0], access))
-
-    def _victims(self, level: int, domains: Ids, need: Pointers, access: Access) -> Ids:
-        """Ask the policy for `need` blocks of each domain, or all that may leave, and check its answer."""
-        residency = self._residency[level]
-        row_ptr, residents = residency.collect(domains)
-        eligible: npt.NDArray[np.bool_] = np.empty(len(residents), np.bool_)
-        able: Pointers = np.empty(len(domains), np.int64)
-        tables.eligible(residents, row_ptr, self._leases.array, self._last_used.array, self._step, eligible, able)
-        need = np.minimum(need, able)
-        victims = self.policies[level].victims(Demand(domains, row_ptr, residents, eligible, need, access))
-        expected = np.repeat(domains, need)
-        bad = len(expected) if len(victims) != len(expected) else tables.first_bad_victim(
-            victims, expected, residency.domain_of, self.space.owner_segment, residency.slot_of.array,
-            self._leases.array, self._last_used.array, self._step)  # fmt: skip
-        if bad >= 0:
-            name = type(self.policies[level]).__name__
-            found = f"block handle {victims[bad]}" if bad < len(victims) else f"{len(victims)} victims"
-            raise PolicyError(
-                f"{name}.victims returned {found}: expected {len(expected)} distinct eligible residents, "
-                f"{need.tolist()} of the domains {domains.tolist()}"
-            )
-        return victims
-
-    def _evict(self, level: int, handles: Ids) -> None:
-        """Take blocks out of a tier; the next one gets those it lacks, unless it is the backing tier."""
-        if not len(handles):
-            return
-        residency, below = self._residency[level], level + 1
-        if below < self.backing:
-            lost = handles[self._residency[below].slot_of.array[handles] < 0]
-            self._make_room(below, lost, _no_access(self._step))
-            self._cache(below, lost, *self._bytes_of(level, lost))
-            self.metrics.tiers[level].demotions += len(lost)
-        residency.remove(handles)
-        self.metrics.tiers[level].evictions += len(handles)
-
-    def _bytes_of(self, level: int, handles: Ids) -> tuple[Bytes, Ids]:
-        """Where the bytes of blocks in a tier can be read: an array and rows of it."""
-        tier, slots = self.tiers[level], self._residency[level].slot_of.array[handles]
-        if tier.is_addressable:
-            return tier.view, slots
-        out: Bytes = np.empty((len(handles), self.layout.block_bytes), np.uint8)
-        rows = np.arange(len(handles), dtype=np.int32)
-        tier.read(slots, out, rows).wait()
-        return out, rows
-
-    def _pressure_on(self, level: int) -> Callable[[int], bool]:
-        """Shrink a tier's slots when other data of its memory needs the room."""
-
-        def shrink(nbytes: int) -> bool:
-            memory, residency = self.tiers[level].memory, self._residency[level]
-            assert memory is not None
-            slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
-            domains = int(np.count_nonzero(residency.quota)) if level < self.backing else 0
-            if slots < domains or (level == self.backing and len(residency.above(slots))):
-                return False
-            self.resize(level, slots)
-            return True
-
-        return shrink
+                np.subtract.at(self._moves.leases.array, handles, 1)
+                self._leased -= len(handles)
 
     def validate(self) -> None:
         """Assert every invariant of the directory; for tests."""
@@ -504,15 +393,12 @@ class BlockStore:
             used = [self.space.all_handles(segment) for segment in range(len(self.space.blocks))]
             handles = np.concatenate(used)
             assert len(np.unique(handles)) == len(handles), "a handle names two blocks"
-            for level, residency in enumerate(self._residency):
+            for level, residency in enumerate(self._moves.residency):
                 residency.validate(handles)
                 assert (residency.counts <= residency.quota).all() or level == self.backing
                 assert residency.slots == self.tiers[level].capacity
-            assert (self._residency[self.backing].slot_of.array[handles] >= 0).all(), "the backing tier lost one"
-
-
-def _no_access(step: int) -> Access:
-    return Access(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.float32), step)
+            backing = self._moves.residency[self.backing]
+            assert (backing.slot_of.array[handles] >= 0).all(), "the backing tier lost one"
 
 
 def _metadata_memory(tiers: Sequence[Tier]) -> Memory:
@@ -522,7 +408,9 @@ def _metadata_memory(tiers: Sequence[Tier]) -> Memory:
     return host[-1] if host else unlimited()
 
 
-def _check_chain(layout: BlockLayout, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy]) -> None:
+def _check_chain(
+    layout: BlockLayout, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy]
+) -> None:
     if not tiers:
         raise ConfigError("tiers=[]: expected at least one tier")
     if len(policies) != len(tiers) - 1:
@@ -531,7 +419,10 @@ def _check_chain(layout: BlockLayout, tiers: Sequence[Tier], policies: Sequence[
         )
     for tier in tiers:
         if tier.layout != layout:
-            raise ConfigError(f"tier {tier.name!r} has another layout than the store: build both from one")
+            raise ConfigError(
+                f"tier {tier.name!r} has another layout than the store: build both from one"
+            )
     if not tiers[0].is_addressable:
-        raise ConfigError(f"tier {tiers[0].name!r} comes first but cannot be read in place: put a memory tier first")
-
+        raise ConfigError(
+            f"tier {tiers[0].name!r} comes first but cannot be read in place: put a memory tier first"
+        )

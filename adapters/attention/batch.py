@@ -58,7 +58,13 @@ class Batch:
     """
 
     def __init__(
-        self, rules: Rules, layout: BlockLayout, tiers: Sequence[Tier], sequences: int, tokens: int, scale: float
+        self,
+        rules: Rules,
+        layout: BlockLayout,
+        tiers: Sequence[Tier],
+        sequences: int,
+        tokens: int,
+        scale: float,
     ) -> None:
         geometry, preset = rules.geometry, rules.preset
         self.rules, self.scale = rules, scale
@@ -70,9 +76,14 @@ class Batch:
         self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
         device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
-        self._device_scratch = self._scratch if device_memory is self.store.memory else Scratch(device_memory)
+        self._device_scratch = (
+            self._scratch if device_memory is self.store.memory else Scratch(device_memory)
+        )
         self._shape = kernels.BlockShape(
-            preset.block_tokens, geometry.head_dim, geometry.value_size, preset.block_tokens * geometry.head_dim
+            preset.block_tokens,
+            geometry.head_dim,
+            geometry.value_size,
+            preset.block_tokens * geometry.head_dim,
         )
         index_shape = IndexShape(geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
                                  device_memory, self._device_scratch)  # fmt: skip
@@ -98,7 +109,12 @@ class Batch:
     # Many new tokens
 
     def extend(
-        self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+        self,
+        number: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
     ) -> torch.Tensor:
         """Exact attention of new tokens [B, ., T, .] over past and themselves; then they are stored."""
         layer, new = self.layers[number], query.shape[2]
@@ -114,7 +130,11 @@ class Batch:
         out = query.new_zeros(layer.sequences, new, query.shape[1], value.shape[-1])
         for sequence in range(layer.sequences):
             chosen = slice(None) if valid is None else valid[sequence].nonzero()[:, 0]
-            q, k, v = query[sequence][:, chosen], key[sequence][:, chosen], value[sequence][:, chosen]
+            q, k, v = (
+                query[sequence][:, chosen],
+                key[sequence][:, chosen],
+                value[sequence][:, chosen],
+            )
             if starts:
                 part = exact.causal(q[None], k[None], v[None], self.scale)[0]
             else:
@@ -129,14 +149,21 @@ class Batch:
         return staging
 
     def _store(
-        self, number: int, sequence: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        number: int,
+        sequence: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         """Take tokens [., n, .] in; those that go to blocks are placed by what the last queries attend to."""
         layer, geometry = self.layers[number], self.rules.geometry
         sealed = layer.absorb(sequence, key, value)
         if sealed is None:
             return
-        last = query[:, -self.rules.preset.observation :].unflatten(0, (geometry.kv_heads, geometry.group))
+        last = query[:, -self.rules.preset.observation :].unflatten(
+            0, (geometry.kv_heads, geometry.group)
+        )
         self._index(number, sealed, last)
         layer.store_tokens(sealed, self._homes(sealed, last))
 
@@ -170,7 +197,9 @@ class Batch:
         store = self.store
         if store.backing == 0:
             return None
-        weight = exact.importance(last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale)
+        weight = exact.importance(
+            last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale
+        )
         segments = sum(len(layer.segments) for layer in self.layers)
         room = [store.tiers[level].capacity // segments for level in range(store.backing)]
         return assign_homes(weight.cpu().numpy(), room)
@@ -180,24 +209,37 @@ class Batch:
     def budgets(self) -> Pointers:
         """Blocks that a row of each sequence may select."""
         budget, size = self.rules.budget, self.rules.preset.block_tokens
-        wanted = self.tokens * budget if isinstance(budget, float) else np.full(len(self.tokens), budget)
+        wanted = (
+            self.tokens * budget if isinstance(budget, float) else np.full(len(self.tokens), budget)
+        )
         blocks: Pointers = np.maximum(np.ceil(wanted / size - 1e-9), 1).astype(np.int64)
         return blocks
 
     def step(
-        self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+        self,
+        number: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
     ) -> torch.Tensor:
         """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every sequence."""
         layer, geometry = self.layers[number], self.rules.geometry
         rows = len(layer.segments)
         if number == 0:
-            self._keep = np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
+            self._keep = (
+                np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
+            )
             self.tokens = self.tokens + self._keep
             self._budgets: Ids = np.repeat(self.budgets(), layer.heads).astype(np.int32)
-        layer.append_token(_array(key.reshape(rows, -1)), _array(value.reshape(rows, -1)), self._keep)
+        layer.append_token(
+            _array(key.reshape(rows, -1)), _array(value.reshape(rows, -1)), self._keep
+        )
         q = _array(query.reshape(rows, geometry.group, geometry.head_dim))
         out = torch.empty(
-            (layer.sequences, 1, geometry.query_heads, geometry.value_size), dtype=query.dtype, device=query.device
+            (layer.sequences, 1, geometry.query_heads, geometry.value_size),
+            dtype=query.dtype,
+            device=query.device,
         )
         if layer.blocks.any():
             self._attend_blocks(number, q, out)
@@ -226,11 +268,15 @@ class Batch:
         if partial is not None:
             out.copy_(partial)
 
-    def _attend(self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool) -> None:
+    def _attend(
+        self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool
+    ) -> None:
         """Blocks of a visit, and at the first visit the strips."""
         rows, group = query.shape[0], query.shape[1]
         strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
-        width = int(np.diff(visit.row_ptr).max()) * self.rules.preset.block_tokens + layer.strip_room
+        width = (
+            int(np.diff(visit.row_ptr).max()) * self.rules.preset.block_tokens + layer.strip_room
+        )
         array = self._device_scratch.array
         if not merge:
             self._lse = array("lse", (rows, group), np.float32)
@@ -261,7 +307,9 @@ class Batch:
         blocks = space.owner_index[visit.handles // CHUNK] * CHUNK + visit.handles % CHUNK
         for row, positions in enumerate(self.attended[number]):
             chosen = slice(visit.row_ptr[row], visit.row_ptr[row + 1])
-            for block, valid in zip(blocks[chosen].tolist(), visit.valid[chosen].tolist(), strict=True):
+            for block, valid in zip(
+                blocks[chosen].tolist(), visit.valid[chosen].tolist(), strict=True
+            ):
                 start = preset.sinks + block * preset.block_tokens
                 positions.extend(range(start, start + valid))
 

@@ -48,7 +48,9 @@ class TierStack:
                 "no memory tier: expected fast=, dram= or both, for example dram='1GiB' (and disk='kv/' to hold more)"
             )
         if fast is None and device.type != "cpu":
-            raise ConfigError(f"the model is on {device}: expected fast='...', the limit of device memory for blocks")
+            raise ConfigError(
+                f"the model is on {device}: expected fast='...', the limit of device memory for blocks"
+            )
         tiers: list[Tier] = []
         if fast is not None:
             tiers.append(DeviceTier(layout, fast, device=device))

@@ -75,9 +75,13 @@ class SparseAttention:
         if tiers is not None and not fast is dram is disk is None:
             raise ConfigError("tiers= replaces fast=, dram= and disk=: give one or the other")
         self.geometry = geometry
-        self.layout = BlockLayout.kv(system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size)
+        self.layout = BlockLayout.kv(
+            system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
+        )
         if tiers is None:
-            stack = TierStack.of_sizes(self.layout, geometry.device, fast=fast, dram=dram, disk=disk, keep=keep)
+            stack = TierStack.of_sizes(
+                self.layout, geometry.device, fast=fast, dram=dram, disk=disk, keep=keep
+            )
             window = (window or system.window) if fast is not None else None
         else:
             stack = TierStack(tiers(self.layout))
@@ -116,7 +120,9 @@ class SparseAttention:
         if batch is None:
             self._check_open()
             sequences, _, tokens, _ = query.shape
-            batch = self._batch = Batch(self._rules, self.layout, self._stack.tiers, sequences, tokens, scale)
+            batch = self._batch = Batch(
+                self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
+            )
         if len(batch.tokens) != query.shape[0]:
             raise ConfigError(
                 f"{query.shape[0]} sequences come, {len(batch.tokens)} are stored: reset() or select_rows() first"
@@ -129,7 +135,9 @@ class SparseAttention:
         """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences of the batch."""
         batch = self._stored()
         if not rows or min(rows) < 0 or max(rows) >= len(batch.tokens):
-            raise ConfigError(f"rows={list(rows)}: expected numbers from 0 to {len(batch.tokens) - 1}")
+            raise ConfigError(
+                f"rows={list(rows)}: expected numbers from 0 to {len(batch.tokens) - 1}"
+            )
         if list(rows) != list(range(len(batch.tokens))):
             batch.arrange(rows)
 
@@ -137,7 +145,9 @@ class SparseAttention:
         """Forget the last `tokens` tokens of every sequence in every layer."""
         batch = self._stored()
         if not 0 <= tokens <= int(batch.tokens.min()):
-            raise ConfigError(f"crop of {tokens} tokens: expected 0 to {batch.tokens.min()}, the shortest sequence")
+            raise ConfigError(
+                f"crop of {tokens} tokens: expected 0 to {batch.tokens.min()}, the shortest sequence"
+            )
         batch.crop(tokens)
 
     def reset(self) -> None:
@@ -190,7 +200,9 @@ class SparseAttention:
                     bytes_read=counters.bytes_read,
                     bytes_written=counters.bytes_written,
                     evictions=counters.evictions,
-                    used_for=tier.memory.by_purpose() if tier.memory else {"slots": tier.used_bytes},
+                    used_for=tier.memory.by_purpose()
+                    if tier.memory
+                    else {"slots": tier.used_bytes},
                 )
                 for tier, counters in zip(tiers, metrics.tiers, strict=True)
             ),

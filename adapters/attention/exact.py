@@ -15,7 +15,9 @@ Piece = tuple[torch.Tensor, torch.Tensor]
 """Keys [Hkv, n, d] and values [Hkv, n, e] of one stretch of the past."""
 
 
-def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Causal attention with nothing before: query [B, Hq, T, d], key, value [B, Hkv, T, d]; same as query."""
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(
@@ -56,14 +58,18 @@ def _attend_piece(
         part = slice(start, start + _QUERIES_AT_ONCE)
         mask = None if visible is None else visible[part]
         one, one_lse = partial_attention(rows[:, :, part], k, v, mask)
-        out[:, :, part], lse[:, :, part] = merge_partials(out[:, :, part], lse[:, :, part], one, one_lse)
+        out[:, :, part], lse[:, :, part] = merge_partials(
+            out[:, :, part], lse[:, :, part], one, one_lse
+        )
 
 
-def importance(query: torch.Tensor, key: torch.Tensor, block_tokens: int, scale: float) -> torch.Tensor:
+def importance(
+    query: torch.Tensor, key: torch.Tensor, block_tokens: int, scale: float
+) -> torch.Tensor:
     """How much the last queries of a prompt attend to each block of its tokens.
 
     query [Hkv, G * w, d], key [Hkv, n, d] with n a multiple of `block_tokens`. Returns the attention
     mass [Hkv, n / block_tokens], summed over queries and tokens.
     """
     mass = (query.float() @ key.float().transpose(1, 2) * scale).softmax(-1).sum(1)
-    return mass.unflatten(-1, (-1, block_tokens)).sum(-1)
+    return mass.view(*mass.shape[:-1], -1, block_tokens).sum(-1)

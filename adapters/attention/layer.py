@@ -14,7 +14,7 @@ import torch
 
 from tierstore.interfaces import IndexContext
 from tierstore.kernels import tables
-from tierstore.kernels.element import stored_dtype, to_tensor
+from tierstore.kernels.element import is_host, stored_dtype, to_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +44,13 @@ class Layer:
     """State of one layer for a batch of sequences; row ``b * H + h`` is KV head h of sequence b."""
 
     def __init__(
-        self, geometry: Geometry, preset: Preset, store: BlockStore, index: Index, memory: Memory, sequences: int
+        self,
+        geometry: Geometry,
+        preset: Preset,
+        store: BlockStore,
+        index: Index,
+        memory: Memory,
+        sequences: int,
     ) -> None:
         self._geometry, self._preset = geometry, preset
         self._store, self._memory = store, memory
@@ -55,8 +61,12 @@ class Layer:
         index.add_rows(self.segments)
         self.strip_room = preset.sinks + preset.local + (SEAL_BLOCKS + 1) * preset.block_tokens
         element = stored_dtype(geometry.dtype)
-        self.strip_key = memory.take((rows, self.strip_room, geometry.head_dim), element, "sinks and local window")
-        self.strip_value = memory.take((rows, self.strip_room, geometry.value_size), element, "sinks and local window")
+        self.strip_key = memory.take(
+            (rows, self.strip_room, geometry.head_dim), element, "sinks and local window"
+        )
+        self.strip_value = memory.take(
+            (rows, self.strip_room, geometry.value_size), element, "sinks and local window"
+        )
         self.strip_length: Ids = np.zeros(rows, np.int32)
         self.blocks: Ids = np.zeros(rows, np.int32)
 
@@ -76,8 +86,10 @@ class Layer:
 
     def append_token(self, key: Array, value: Array, keep: Array) -> None:
         """Put one token [R, .] at the end of the strips of the sequences that keep it."""
-        if isinstance(self.strip_key, np.ndarray):
-            tables.append_tokens(self.strip_key, self.strip_value, self.strip_length, keep, key, value)
+        if is_host(self.strip_key):
+            tables.append_tokens(
+                self.strip_key, self.strip_value, self.strip_length, keep, key, value
+            )
             return
         kept = np.flatnonzero(np.repeat(keep, self.heads))
         self.strip_key[kept, self.strip_length[kept]] = key[kept]
@@ -146,7 +158,9 @@ class Layer:
         out = staging.reshape(self.heads, count, layout.block_bytes)
         self._store.read(self.segments[self.rows(sequence)], first, count, out)
         parts = layout.unpack(torch.from_numpy(out).flatten(0, 1).to(device))
-        return tuple(parts[name].unflatten(0, (self.heads, count)).flatten(1, 2) for name in ("k", "v"))
+        return tuple(
+            parts[name].unflatten(0, (self.heads, count)).flatten(1, 2) for name in ("k", "v")
+        )
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forget the last `tokens` tokens of one sequence, and fill its local window up from blocks."""
@@ -169,7 +183,11 @@ class Layer:
 
     def arrange(self, sources: Sequence[int]) -> None:
         """Let sequence i be what sequence ``sources[i]`` was; those not named are dropped."""
-        rows = [row for source in sources for row in range(*self.rows(source).indices(len(self.segments)))]
+        rows = [
+            row
+            for source in sources
+            for row in range(*self.rows(source).indices(len(self.segments)))
+        ]
         segments = self.segments[rows]
         first = np.unique(rows, return_index=True)[1]
         copies = np.setdiff1d(np.arange(len(rows)), first)
@@ -180,7 +198,9 @@ class Layer:
         self.index.arrange_rows(rows, segments)
         for name in ("strip_key", "strip_value"):
             old = getattr(self, name)
-            new = self._memory.take((len(rows), *old.shape[1:]), old.dtype, "sinks and local window")
+            new = self._memory.take(
+                (len(rows), *old.shape[1:]), old.dtype, "sinks and local window"
+            )
             new[...] = old[rows]
             self._memory.give(old)
             setattr(self, name, new)

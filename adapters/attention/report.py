@@ -51,7 +51,9 @@ class Report:
 
     def table(self) -> Table:
         """The tiers as a table for rich."""
-        table = Table(title=f"tierstore: preset {self.preset}, budget {self._budget()}", title_justify="left")
+        table = Table(
+            title=f"tierstore: preset {self.preset}, budget {self._budget()}", title_justify="left"
+        )
         for heading in ("tier", "medium"):
             table.add_column(heading)
         for heading in ("limit", "peak", "hits", "read", "written", "evicted"):
@@ -71,7 +73,11 @@ class Report:
         return table
 
     def _budget(self) -> str:
-        return f"{self.budget:.2%} of the context" if isinstance(self.budget, float) else f"{self.budget:,} tokens"
+        return (
+            f"{self.budget:.2%} of the context"
+            if isinstance(self.budget, float)
+            else f"{self.budget:,} tokens"
+        )
 
     def __str__(self) -> str:
         text = io.StringIO()

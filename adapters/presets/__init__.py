@@ -38,7 +38,13 @@ class Preset:
     observation: int = 16
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1 or self.sinks < 0 or self.local < 1 or self.window < 1 or self.observation < 1:
+        if (
+            self.block_tokens < 1
+            or self.sinks < 0
+            or self.local < 1
+            or self.window < 1
+            or self.observation < 1
+        ):
             raise ConfigError(
                 f"preset {self.name!r}: expected block_tokens, local, window and observation >= 1 and sinks >= 0, "
                 f"found {self.block_tokens}, {self.local}, {self.window}, {self.observation} and {self.sinks}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
 
 _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
@@ -27,24 +28,27 @@ _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
 def attach(
     model: PreTrainedModel,
     *,
-    preset: str = "kvdrive",
-    budget: float | None = 0.0625,
+    preset: str | Preset = "kvdrive",
+    budget: float | str | None = None,
     fast: str | int | None = None,
     dram: str | int | None = None,
     disk: str | Path | None = None,
     keep: bool = False,
+    window: float | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
-    The result is a context manager; inside, pass it to the model as ``**cache.kwargs``.
+    The result is a context manager; inside, pass it to the model as ``**cache.kwargs``. For a tier
+    stack of your own, make the engine yourself and use `attach_engine`.
 
     Parameters
     ----------
-    preset: name of the composition of index, policy and attention.
-    budget: part of the stored tokens that a decoding step attends to: a fraction, or a number.
-    fast, dram: capacities, for example ``"64MiB"``; None leaves the choice to the preset.
+    preset: which system to be, by name or as a `Preset`.
+    budget: share of the context, or number of tokens, that a step selects; the preset's by default.
+    fast, dram: limits of the fast and the DRAM tier, for example ``"64MiB"``; at least one of them.
     disk: directory of the disk tier; None for none.
     keep: leave the files in `disk` when the cache is closed.
+    window: capacity of the fast tier in budgets; the preset's by default.
 
     Raises
     ------
@@ -53,7 +57,14 @@ def attach(
     geometry = geometry_of(model)
     with ExitStack() as on_error:
         engine = SparseAttention(
-            geometry, preset=preset, budget=budget, fast=fast, dram=dram, disk=disk, keep=keep
+            geometry,
+            preset=preset,
+            budget=budget,
+            fast=fast,
+            dram=dram,
+            disk=disk,
+            keep=keep,
+            window=window,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from tierstore.adapters.transformers.cache import CACHED_IN
 from tierstore.adapters.transformers.forward import custom_mask_error
 from tierstore.adapters.transformers.graph import outside_graphs
-from tierstore.adapters.transformers.layer import HELD_BY
+from tierstore.adapters.transformers.layer import HeldLayer
 from tierstore.adapters.transformers.profile import window_can_bind
-from tierstore.errors import UnsupportedModelError
+from tierstore.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-    from tierstore.adapters.transformers.layer import HeldLayer
 
 NAME = "tierstore"
 """Name of the attention implementation."""
@@ -53,8 +52,13 @@ def attention_forward(
             f"{type(module).__name__} asks for soft-capped scores, sinks or a position bias, which "
             "tierstore cannot express; use transformers' own cache for this model"
         )
-    layer: HeldLayer | None = getattr(key, HELD_BY, None)
+    layer = getattr(key, CACHED_IN, None)
     if layer is None:
+        raise ConfigError(
+            f"attention {NAME!r} got keys that come from no tierstore cache: attach the model and "
+            "pass **cache.kwargs, or call model.set_attn_implementation('sdpa')"
+        )
+    if not isinstance(layer, HeldLayer):
         output: tuple[torch.Tensor, None] = _dense_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from tierstore.adapters.transformers.graph import outside_graphs
 from tierstore.adapters.transformers.layer import HeldLayer
 from tierstore.errors import ConfigError
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.attention.report import Report
     from tierstore.adapters.transformers.session import Session
+
+
+CACHED_IN = "tierstore_layer"
+"""Attribute of a key tensor that leads from the attention call back to the layer of the cache."""
 
 
 class TierCache(Cache):
@@ -78,6 +83,23 @@ class TierCache(Cache):
             "num_return_sequences, or go back to the prompt with cache.crop"
         )
 
+    @outside_graphs
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the layer attends with, marked with the layer of the cache."""
+        if self._session.forward is None:
+            raise self._session.stray_error()
+        layer = cast("HeldLayer | DynamicLayer", self.layers[layer_idx])
+        keys, values = layer.update(key_states, value_states)
+        setattr(keys, CACHED_IN, layer)
+        return keys, values
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
         self._select(beam_idx.tolist())
@@ -100,11 +122,7 @@ class TierCache(Cache):
         """Forget the last ``-tokens_to_remove`` tokens of every row."""
         self._require_open()
         tokens = -tokens_to_remove
-        if tokens < 0 or not self._session.can_crop(tokens):
-            raise ConfigError(
-                f"crop({tokens_to_remove}): expected minus a number of tokens, at most the "
-                f"{self._session.length} that the cache holds and all of them text in every row"
-            )
+        self._session.check_crop(tokens)
         # Also for none: sliding layers drop what they kept for this.
         for layer in self._own_layers():
             layer.crop(tokens_to_remove)
@@ -113,7 +131,7 @@ class TierCache(Cache):
 
     def _select(self, rows: list[int]) -> None:
         self._require_open()
-        if self._session.length:
+        if self._session.rows:
             self._session.select_rows(rows)
 
     def _own_layers(self) -> list[DynamicLayer]:

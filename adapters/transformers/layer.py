@@ -6,22 +6,17 @@ from typing import TYPE_CHECKING
 
 from transformers.cache_utils import CacheLayerMixin
 
-from tierstore.adapters.transformers.graph import outside_graphs
-
 if TYPE_CHECKING:
     import torch
 
     from tierstore.adapters.transformers.session import Session
 
-HELD_BY = "tierstore_layer"
-"""Attribute of a key tensor that leads from the attention call back to its layer."""
-
 
 class HeldLayer(CacheLayerMixin):
-    """Passes new keys and values on to the attention call, which hands them to the engine.
+    """Hands new keys and values on to the attention call, which gives them to the engine.
 
     Transformers updates a cache before it attends, but which blocks to read depends on the query.
-    So `update` stores nothing and marks the keys with their layer.
+    So `update` stores nothing.
     """
 
     is_sliding = False
@@ -29,20 +24,16 @@ class HeldLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, session: Session, number: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._session = session
         self._number = number
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass
 
-    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._session.forward is None:
-            raise self._session.stray_error()
-        setattr(key_states, HELD_BY, self)
         return key_states, value_states
 
     def attend(

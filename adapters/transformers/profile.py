@@ -124,12 +124,12 @@ def _check_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise _unsupported(model, f"it stores latents instead of keys (MLA, kv_lora_rank={rank})")
     if not decoder._supports_attention_backend:
         raise _unsupported(model, "its layers do not call transformers' attention interface")
-    for module in decoder.modules():
-        if getattr(module, "sinks", None) is not None:
+    for part in (decoder.config, *decoder.modules()):
+        if getattr(part, "sinks", None) is not None:
             raise _unsupported(model, "its attention has learned sinks")
-        if getattr(module, "attn_logit_softcapping", None) is not None:
+        if getattr(part, "attn_logit_softcapping", None) is not None:
             raise _unsupported(model, "its attention scores are soft-capped")
-        if not getattr(module, "is_causal", True):
+        if not getattr(part, "is_causal", True):
             raise _unsupported(model, "its attention is not causal")
 
 

@@ -49,7 +49,8 @@ class Session:
         rows, tokens = new_shape(arguments)
         total = self.length + tokens
         self._check_shape(rows, tokens)
-        self._check_length(total)
+        self._check_window(total)
+        self._check_rope(total)
         given = padding_mask(arguments)
         if given is None:
             self._check_positions(arguments.get("position_ids"))
@@ -69,8 +70,7 @@ class Session:
     ) -> torch.Tensor:
         """Output of held layer `layer`, [rows, tokens, query heads, head_dim]."""
         forward = self.forward
-        if forward is None:
-            raise self.stray_error()
+        assert forward is not None, "attention without a forward pass"
         if forward.needs_check:
             self._check_heads(query, key, value)
         forward.attended += 1
@@ -81,8 +81,7 @@ class Session:
     def finish(self) -> None:
         """Make the tokens of the forward pass part of the past."""
         forward = self.forward
-        if forward is None:
-            return
+        assert forward is not None, "the end of a forward pass that never began"
         held = self.profile.geometry.layers
         if forward.attended != held:
             raise UnsupportedModelError(
@@ -95,21 +94,24 @@ class Session:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i what `rows[i]` was."""
-        if list(rows) == list(range(self.rows)):
-            return
         self.engine.select_rows(rows)
         self.rows = len(rows)
         if self.mask is not None:
             self._keep_mask(self.mask[list(rows)])
 
-    def can_crop(self, tokens: int) -> bool:
-        """Whether the last `tokens` columns exist and are text in every row."""
-        if self.mask is None or tokens > self.length:
-            return tokens <= self.length
-        return bool(self.mask[:, self.length - tokens :].all())
+    def check_crop(self, tokens: int) -> None:
+        """ConfigError where the last `tokens` tokens cannot be forgotten in all rows alike."""
+        left = self.length - tokens
+        is_text = self.mask is None or bool(self.mask[:, max(left, 0) :].all())
+        if tokens < 0 or left < 0 or not is_text:
+            raise ConfigError(
+                f"crop({-tokens}): expected minus a number of tokens, at most the {self.length} "
+                "that the cache holds, and all of them text in every row"
+            )
+        self._check_rope(left)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens. Requires: `can_crop(tokens)`."""
+        """Forget the last `tokens` tokens. Requires: `check_crop(tokens)` passes."""
         self.engine.crop(tokens)
         self.length -= tokens
         if self.mask is not None:
@@ -139,25 +141,29 @@ class Session:
     def _check_shape(self, rows: int, tokens: int) -> None:
         if tokens == 0:
             raise nothing_new_error(self.length)
-        if self.length and rows != self.rows:
+        if self.rows and rows != self.rows:
             raise ConfigError(
                 f"the call has {rows} rows, the cache holds {self.rows}: first call "
                 "cache.batch_repeat_interleave, cache.batch_select_indices or cache.reset"
             )
 
-    def _check_length(self, total: int) -> None:
-        limit, switch = self.profile.max_tokens, self.profile.rope_switch
+    def _check_window(self, total: int) -> None:
+        limit = self.profile.max_tokens
         if limit is not None and total > limit:
             raise UnsupportedModelError(
                 f"the text grows to {total} tokens, beyond the sliding window of {limit} that "
                 f"{self.profile.name} has in every layer; keep it within the window"
             )
-        if switch is not None and 0 < self.length <= switch < total:
-            raise ConfigError(
-                f"the text grows from {self.length} to {total} tokens, and beyond {switch} LongRoPE"
-                " rotates every stored key differently: call cache.reset() and compute the whole "
-                "text in one call, model(input_ids[:, :-1], **cache.kwargs), before generating"
-            )
+
+    def _check_rope(self, total: int) -> None:
+        past, switch = self.length, self.profile.rope_switch
+        if switch is None or not past or not total or (past > switch) == (total > switch):
+            return
+        raise ConfigError(
+            f"the text goes from {past} to {total} tokens, and beyond {switch} LongRoPE rotates "
+            "every key differently: call cache.reset() and compute the whole text in one call, "
+            "model(input_ids[:, :-1], **cache.kwargs), before generating"
+        )
 
     def _check_positions(self, positions: object) -> None:
         # Without a mask, only positions tell that generate starts a stored text again.

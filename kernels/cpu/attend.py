@@ -5,7 +5,11 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, widen
+from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, prefetch, widen
+
+
+AHEAD = 6
+"""Blocks are scattered over memory: their lines are asked for this many blocks before they are used."""
 
 
 @lru_cache(maxsize=64)
@@ -18,6 +22,8 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     @njit(cache=True, nogil=True, fastmath=FAST)
     def attend(query, pool, first_row, last_row, row_ptr, slots, valid,
                strip_key, strip_value, strip_length, scale, merge, out, lse, weights):  # fmt: skip
+        elements = value_offset + tokens * value_dim
+        line = 64 // pool.itemsize
         q = np.empty((group, key_dim), np.float32)
         k = np.empty(key_dim, np.float32)
         acc = np.empty((group, value_dim), np.float32)
@@ -28,7 +34,14 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
                     q[g, j] = widen(query[row, g, j]) * scale
             s = weights[row]
             n = 0
-            for i in range(row_ptr[row], row_ptr[row + 1]):
+            stop = row_ptr[row + 1]
+            for i in range(row_ptr[row], min(row_ptr[row] + AHEAD, stop)):
+                for j in range(0, elements, line):
+                    prefetch(pool, slots[i], j)
+            for i in range(row_ptr[row], stop):
+                if i + AHEAD < stop:
+                    for j in range(0, elements, line):
+                        prefetch(pool, slots[i + AHEAD], j)
                 block = pool[slots[i]]
                 for t in range(tokens):
                     for j in range(key_dim):
@@ -66,7 +79,11 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
                     continue
                 total = np.float32(0.0)
                 for i in range(n):
-                    e = exp_nonpositive(s[g, i] - peak) if s[g, i] > minus_infinity else np.float32(0.0)
+                    e = (
+                        exp_nonpositive(s[g, i] - peak)
+                        if s[g, i] > minus_infinity
+                        else np.float32(0.0)
+                    )
                     s[g, i] = e
                     total += e
                 kept = np.float32(0.0)

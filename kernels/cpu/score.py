@@ -115,7 +115,9 @@ def select(scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr
                     score = scores[row, unit]
                     if (ties == 0 and score <= cut) or (ties == 1 and score != cut):
                         continue
-                    for i in range(unit_ptr[table, unit], unit_ptr[table, unit] + costs[table, unit]):
+                    for i in range(
+                        unit_ptr[table, unit], unit_ptr[table, unit] + costs[table, unit]
+                    ):
                         if at < stop:
                             ids[at] = unit_blocks[table, i]
                             out_scores[at] = score

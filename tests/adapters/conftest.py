@@ -7,8 +7,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tierstore.adapters.models import LoadedModel, load_model
+from tierstore.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> LoadedModel:
+    """The real model of the demo, loaded once: that takes seconds."""
+    try:
+        return load_model("smollm2", torch.bfloat16, "cpu")
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dense_engine import DenseEngine
-from tiny_models import gemma3, llama, own_cache, random_ids
+from dense_engine import DenseEngine, attach_dense
+from tiny_models import gemma3, llama, own_cache, random_ids, seeded
 from torch import nn
 
-from tierstore.adapters.transformers import TierCache, attach_engine, geometry_of
-from tierstore.errors import ConfigError, UnsupportedModelError
+from tierstore.adapters import transformers as adapter
+from tierstore.adapters.transformers import TierCache, attach, attach_engine, geometry_of
+from tierstore.errors import ConfigError, MissingExtraError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tiny_models import LanguageModel
+    from transformers import PreTrainedModel
 
 
 @pytest.fixture
 def model() -> LanguageModel:
     return llama()
+
+
+@pytest.fixture
+def decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of the model that runs its layers."""
+    decoder: PreTrainedModel = model.get_decoder()
+    return decoder
 
 
 @pytest.fixture
@@ -108,14 +120,15 @@ def test_a_second_attach_is_refused_until_the_first_is_closed(
 
 
 def test_attaching_the_decoder_of_an_attached_model_is_refused(
-    model: LanguageModel, cache: TierCache
+    model: LanguageModel, decoder: PreTrainedModel, cache: TierCache
 ) -> None:
     with pytest.raises(ConfigError, match="attached already"):
-        attach_engine(model.get_decoder(), DenseEngine(geometry_of(model)))
+        attach_engine(decoder, DenseEngine(geometry_of(model)))
 
 
-def test_a_decoder_alone_can_be_attached(model: LanguageModel, engine: DenseEngine) -> None:
-    decoder = model.get_decoder()
+def test_a_decoder_alone_can_be_attached(
+    model: LanguageModel, decoder: PreTrainedModel, engine: DenseEngine
+) -> None:
     own = own_cache(model)
     ids = random_ids(2, 6)
     with torch.no_grad(), attach_engine(decoder, engine) as cache:
@@ -124,10 +137,10 @@ def test_a_decoder_alone_can_be_attached(model: LanguageModel, engine: DenseEngi
 
 
 def test_arguments_by_position_are_understood(
-    model: LanguageModel, engine: DenseEngine, cache: TierCache
+    decoder: PreTrainedModel, engine: DenseEngine, cache: TierCache
 ) -> None:
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    model.get_decoder()(random_ids(2, 4), mask, None, *cache.kwargs.values())
+    decoder(random_ids(2, 4), mask, None, *cache.kwargs.values())
     assert engine.tokens == [3, 4]
 
 
@@ -249,10 +262,10 @@ def test_layers_that_never_attend_are_noticed(model: LanguageModel, cache: TierC
 
 
 def test_layers_called_past_the_forward_pass_are_refused(
-    model: LanguageModel, cache: TierCache
+    decoder: PreTrainedModel, cache: TierCache
 ) -> None:
     with pytest.raises(ConfigError, match="was used outside its forward pass"):
-        model.get_decoder().forward(random_ids(1, 4), **cache.kwargs)
+        decoder.forward(random_ids(1, 4), **cache.kwargs)
 
 
 def test_a_wrapped_model_is_refused(model: LanguageModel, engine: DenseEngine) -> None:
@@ -270,3 +283,51 @@ def test_an_engine_of_another_geometry_is_refused(model: LanguageModel) -> None:
 def test_the_report_is_the_engine_s(model: LanguageModel, cache: TierCache) -> None:
     model(random_ids(1, 4), **cache.kwargs)
     assert cache.report().context_tokens == 4
+
+
+@torch.no_grad()
+def test_another_model_of_the_same_configuration_is_refused(model: LanguageModel) -> None:
+    """Models that share a configuration object share the name of their attention."""
+    other = seeded(type(model), model.config)
+    with attach_dense(model), pytest.raises(ConfigError, match="keys that come from no tierstore"):
+        other(random_ids(1, 4))
+
+
+def test_attach_makes_the_engine_and_removes_its_files(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    ids = random_ids(1, 200)
+    alone = model.generate(ids, max_new_tokens=8)
+    disk = tmp_path / "kv"
+    with attach(model, budget=1.0, fast="1MiB", dram="1MiB", disk=disk) as cache:
+        assert torch.equal(model.generate(ids, **cache.kwargs, max_new_tokens=8), alone)
+        assert cache.report().context_tokens == 207
+        assert any(disk.iterdir())
+    assert not disk.exists() or not any(disk.iterdir())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0}, {"preset": "none"}, {"dram": "much"}, {"window": 0}]
+)
+def test_wrong_options_leave_the_model_and_the_disk_alone(
+    model: LanguageModel, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"dram": "1MiB", "disk": tmp_path / "kv"}
+    with pytest.raises(ConfigError):
+        attach(model, **options | wrong)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(tmp_path.iterdir())
+
+
+def test_attaching_twice_leaves_no_files_of_the_second(
+    model: LanguageModel, cache: TierCache, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="attached already"):
+        attach(model, dram="1MiB", disk=tmp_path / "kv")
+    assert not any(tmp_path.rglob("*blocks*"))
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tierstore\[transformers\]'"):
+        importlib.reload(adapter)

@@ -269,8 +269,20 @@ def test_longrope_text_that_crosses_its_switch_in_a_loop_is_refused() -> None:
     model = phi3_with_longrope(switch=16)
     with torch.no_grad(), attach_dense(model) as cache:
         model(random_ids(1, 16), **cache.kwargs)
-        with pytest.raises(ConfigError, match="beyond 16 LongRoPE rotates every stored key"):
+        with pytest.raises(ConfigError, match="beyond 16 LongRoPE rotates every key"):
             model(random_ids(1, 1), **cache.kwargs)
+
+
+def test_longrope_text_that_is_cropped_across_its_switch_is_refused() -> None:
+    model = phi3_with_longrope(switch=16)
+    with torch.no_grad(), attach_dense(model) as cache:
+        model(random_ids(1, 20), **cache.kwargs)
+        cache.crop(-3)
+        with pytest.raises(ConfigError, match="goes from 17 to 10 tokens, and beyond 16"):
+            cache.crop(-7)
+        model(random_ids(1, 1), **cache.kwargs)
+        cache.crop(-18)
+        model(random_ids(1, 5), **cache.kwargs)
 
 
 def test_longrope_prompt_computed_in_one_call_generates() -> None:

@@ -9,6 +9,7 @@ import torch
 from dense_engine import DenseEngine, attach_dense
 from tiny_models import (
     gemma3,
+    gemma3_multimodal,
     left_padded,
     llama,
     own_cache,
@@ -118,6 +119,18 @@ def test_a_refused_call_leaves_the_cache_as_it_was(
         model(random_ids(2, 1), attention_mask=torch.zeros(2, 9), **cache.kwargs)
     model(random_ids(2, 1), **cache.kwargs)
     assert engine.tokens == [9, 9]
+
+
+@torch.no_grad()
+def test_masks_for_images_are_refused() -> None:
+    """Whoever passes token types wants tokens of an image to see each other."""
+    model = gemma3_multimodal()
+    ids = random_ids(1, 5)
+    with (
+        attach_dense(model) as cache,
+        pytest.raises(ConfigError, match="cannot apply custom masks"),
+    ):
+        model(ids, token_type_ids=torch.ones_like(ids), **cache.kwargs)
 
 
 @pytest.mark.parametrize("make_model", [llama, gemma3])

@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from tierstore.adapters.transformers import geometry_of
+from tierstore.adapters.transformers.attention import attention_forward
 from tierstore.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -108,6 +109,15 @@ def test_layers_that_share_keys_and_values_are_refused() -> None:
         geometry_of(model)
 
 
+def test_layers_of_an_unknown_type_are_refused() -> None:
+    model = llama()
+    model.config.layer_types = ["spiral_attention"] * 3
+    with pytest.raises(
+        UnsupportedModelError, match="layers of type 'spiral_attention' are unknown"
+    ):
+        geometry_of(model)
+
+
 @pytest.mark.parametrize("make_model", [mistral, phi3])
 def test_a_model_whose_layers_all_slide_is_refused(
     make_model: Callable[..., PreTrainedModel],
@@ -117,8 +127,14 @@ def test_a_model_whose_layers_all_slide_is_refused(
         geometry_of(model)
 
 
-def test_bidirectional_attention_is_refused() -> None:
-    model = gemma3(use_bidirectional_attention=True)
+@pytest.mark.parametrize(
+    ("make_model", "changes"),
+    [(gemma3, {"use_bidirectional_attention": True}), (llama, {"is_causal": False})],
+)
+def test_bidirectional_attention_is_refused(
+    make_model: Callable[..., PreTrainedModel], changes: dict[str, bool]
+) -> None:
+    model = make_model(**changes)
     with pytest.raises(UnsupportedModelError, match="its attention is not causal"):
         geometry_of(model)
 
@@ -147,3 +163,11 @@ def test_an_offloaded_model_is_refused() -> None:
         model = llama()
     with pytest.raises(UnsupportedModelError, match=r"is spread over several places \(meta\)"):
         geometry_of(model)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_arguments_of_attention_that_cannot_be_expressed_are_refused(name: str) -> None:
+    """The last line of defence against models that the checks at attaching do not know."""
+    keys = torch.zeros(1, 2, 1, 16)
+    with pytest.raises(UnsupportedModelError, match="tierstore cannot express"):
+        attention_forward(torch.nn.Identity(), keys, keys, keys, None, **{name: torch.ones(2)})

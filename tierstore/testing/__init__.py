@@ -1,0 +1,24 @@
+"""Suites that prove an implementation right: inherit one, say how to make yours, run pytest.
+
+Needs the packages of the extra ``test``. Each class has one abstract method and many tests::
+
+    class TestMyTier(TierTests):
+        def make_tier(self, layout, limit_bytes, folder):
+            return MyTier(layout, limit_bytes)
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "tierstore.testing.codecs",
+    "tierstore.testing.indexes",
+    "tierstore.testing.policies",
+    "tierstore.testing.tiers",
+)
+
+from tierstore.testing.codecs import CodecTests  # noqa: E402
+from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
+from tierstore.testing.policies import PolicyTests  # noqa: E402
+from tierstore.testing.tiers import TierTests  # noqa: E402
+
+__all__ = ["CodecTests", "IndexSetting", "IndexTests", "PolicyTests", "TierTests"]

@@ -22,7 +22,12 @@ class DeviceTier(MemoryTier):
     """
 
     def __init__(
-        self, layout: BlockLayout, limit: int | str, *, device: torch.device | str = "cpu", name: str = "fast"
+        self,
+        layout: BlockLayout,
+        limit: int | str,
+        *,
+        device: torch.device | str = "cpu",
+        name: str = "fast",
     ) -> None:
         self.device = torch.device(device)
         super().__init__(layout, device_memory(self.device, parse_size(limit, name), name), name)

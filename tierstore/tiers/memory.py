@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
+from tierstore.kernels.element import is_host
 from tierstore.kernels.tables import copy_rows
 
 if TYPE_CHECKING:
@@ -79,12 +80,23 @@ class MemoryTier(Tier):
         return self._memory.used_bytes
 
 
-def copy(source: Bytes, source_rows: Ids, target: Bytes, target_rows: Ids, start: int, stop: int) -> None:
+def copy(
+    source: Bytes, source_rows: Ids, target: Bytes, target_rows: Ids, start: int, stop: int
+) -> None:
     """target[target_rows, start:stop] = source[source_rows, start:stop], on whatever side they are."""
-    if isinstance(source, np.ndarray) and isinstance(target, np.ndarray):
-        width = next(w for w in (8, 4, 2, 1) if not (start | stop | source.shape[1] | target.shape[1]) % w)
+    if is_host(source) and is_host(target):
+        width = next(
+            w for w in (8, 4, 2, 1) if not (start | stop | source.shape[1] | target.shape[1]) % w
+        )
         word = np.dtype(f"u{width}")
-        copy_rows(source.view(word), source_rows, target.view(word), target_rows, start // width, stop // width)
+        copy_rows(
+            source.view(word),
+            source_rows,
+            target.view(word),
+            target_rows,
+            start // width,
+            stop // width,
+        )
         return
     across_devices(source, source_rows, target, target_rows, start, stop)
 
@@ -99,7 +111,7 @@ def across_devices(
     picked = source[source_rows, start:stop] if isinstance(source, np.ndarray) else (
         source[xp.asarray(source_rows), start:stop]
     )  # fmt: skip
-    if isinstance(target, np.ndarray):
+    if is_host(target):
         target[target_rows, start:stop] = xp.asnumpy(picked)
     else:
         target[xp.asarray(target_rows), start:stop] = xp.asarray(picked)

@@ -30,7 +30,12 @@ class MmapTier(Tier):
     """
 
     def __init__(
-        self, layout: BlockLayout, path: str | Path, limit: int | str | None = None, *, name: str = "disk"
+        self,
+        layout: BlockLayout,
+        path: str | Path,
+        limit: int | str | None = None,
+        *,
+        name: str = "disk",
     ) -> None:
         self.name = name
         self.layout = layout

@@ -22,7 +22,9 @@ class PinnedTier(MemoryTier):
         super().__init__(layout, memory, name)
         self.is_pinned = False
         if torch.cuda.is_available():
-            status = torch.cuda.cudart().cudaHostRegister(memory.slots.ctypes.data, memory.limit_bytes, 0)
+            status = torch.cuda.cudart().cudaHostRegister(
+                memory.slots.ctypes.data, memory.limit_bytes, 0
+            )
             self.is_pinned = int(status) == 0
 
     def close(self) -> None:

@@ -1,0 +1,6 @@
+"""How Hypothesis runs the properties of inherited suites."""
+
+from hypothesis import HealthCheck, settings
+
+law = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+"""Put above ``@given``: several classes may inherit the property, and its first example may compile."""

@@ -1,0 +1,212 @@
+"""Moves blocks between the tiers of one chain, and makes room for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.directory import Residency
+from tierstore.errors import PolicyError
+from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers
+from tierstore.kernels import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.directory import HandleSpace
+    from tierstore.interfaces import EvictionPolicy, Tier
+    from tierstore.layout import BlockLayout
+    from tierstore.metrics import StoreMetrics
+
+_BATCHES = 64
+"""A tier below the top makes room for 1/64 of its blocks at once: ranking them all costs O(blocks)."""
+
+
+class Transfers:
+    """The tiers of a chain with what each holds; level 0 is the top, the last one is `backing`.
+
+    Invariants: every block is in the backing tier; a block that is leased, or stamped with the running
+    step, is not evicted.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        tiers: Sequence[Tier],
+        policies: Sequence[EvictionPolicy],
+        space: HandleSpace,
+        metrics: StoreMetrics,
+    ) -> None:
+        self.layout = layout
+        self.tiers = tuple(tiers)
+        self.policies = tuple(policies)
+        self.metrics = metrics
+        self.backing = len(tiers) - 1
+        self.step = 0
+        self._space = space
+        self.valid = space.column(np.uint8, purpose="directory")
+        self.leases = space.column(np.uint16, purpose="directory")
+        self.last_used = space.column(np.int64, fill=-1, purpose="directory")
+        self.residency = [Residency(space) for _ in tiers]
+        for policy in policies:
+            policy.bind(space)
+
+    def idle_access(self) -> Access:
+        """The running step as seen by a policy when nothing was selected."""
+        none: Ids = np.empty(0, np.int32)
+        return Access(np.zeros(1, np.int64), none, none.astype(np.float32), self.step)
+
+    # Into a tier
+
+    def write(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> None:
+        """Put ``data[rows[i]]`` into a free slot of a tier as block ``handles[i]``.
+
+        CapacityError if there are too few slots, OSError of the tier: then nothing has changed.
+        """
+        residency = self.residency[level]
+        slots = residency.take_slots(len(handles))
+        try:
+            self.tiers[level].write(slots, data, rows).wait()
+        except OSError:
+            residency.return_slots(slots)
+            raise
+        residency.install(handles, slots)
+        self.metrics.tiers[level].bytes_written += len(handles) * self.layout.block_bytes
+        if level < self.backing:
+            self._touch(level, handles)
+
+    def cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> None:
+        """`write` those blocks, in order, that their domains in a tier have room for."""
+        residency = self.residency[level]
+        fits: Ids = np.empty(len(handles), np.int32)
+        taken = np.zeros(len(residency.counts), np.int64)
+        n = tables.fitting(
+            residency.domains(handles),
+            residency.counts,
+            residency.quota,
+            residency.free_slots,
+            taken,
+            fits,
+        )
+        self.write(level, handles[fits[:n]], data, rows[fits[:n]])
+
+    def fetch(self, handles: Ids, access: Access) -> None:
+        """Bring those of `handles` that the top tier lacks there, each from the first that has it.
+
+        OSError of a tier: blocks may have left the top tier, none has come.
+        """
+        top = self.residency[0]
+        missing = handles[top.slot_of.array[handles] < 0]
+        self.make_room(0, missing, access)
+        slots = top.take_slots(len(missing))
+        try:
+            self.read(missing, self.tiers[0].view, slots, first=1)
+        except OSError:
+            top.return_slots(slots)
+            raise
+        top.install(missing, slots)
+        self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
+
+    def read(self, handles: Ids, out: Bytes, rows: Ids | None = None, first: int = 0) -> None:
+        """Blocks into ``out[rows]``, each from the first tier that has it, starting at tier `first`."""
+        rows = np.arange(len(handles), dtype=np.int32) if rows is None else rows
+        transfers = []
+        for level in range(first, len(self.tiers)):
+            slots = self.residency[level].slot_of.array[handles]
+            here = slots >= 0
+            found = slots[here]
+            if len(found):
+                transfers.append(self.tiers[level].read(found, out, rows[here]))
+                counters = self.metrics.tiers[level]
+                counters.bytes_read += len(found) * self.layout.block_bytes
+                if first > 0:
+                    counters.hits += len(found)
+                    if level < self.backing:
+                        self._touch(level, handles[here])
+            if len(found) == len(handles):
+                break
+            handles, rows = handles[~here], rows[~here]
+        for transfer in transfers:
+            transfer.wait()
+
+    def _touch(self, level: int, handles: Ids) -> None:
+        """Tell a tier's policy that blocks there were used."""
+        row_ptr = np.array([0, len(handles)], np.int64)
+        no_scores = np.zeros(len(handles), np.float32)
+        self.policies[level].on_access(Access(row_ptr, handles, no_scores, self.step))
+
+    # Out of a tier
+
+    def make_room(self, level: int, incoming: Ids, access: Access) -> None:
+        """Evict until the domains of `incoming` have room for it, as far as anything may leave."""
+        residency = self.residency[level]
+        need: Pointers = np.zeros(len(residency.counts), np.int64)
+        if not tables.room_needed(
+            residency.domains(incoming), residency.counts, residency.quota, need
+        ):
+            return
+        domains = np.flatnonzero(need).astype(np.int32)
+        wanted = need[domains]
+        if level > 0:
+            wanted = np.maximum(wanted, residency.quota[domains] // _BATCHES)
+        self.evict(level, self.victims(level, domains, wanted, access))
+
+    def victims(self, level: int, domains: Ids, need: Pointers, access: Access) -> Ids:
+        """Ask the policy for `need` blocks of each domain, or all that may leave; check its answer."""
+        residency = self.residency[level]
+        row_ptr, residents = residency.collect(domains)
+        eligible: npt.NDArray[np.bool_] = np.empty(len(residents), np.bool_)
+        able: Pointers = np.empty(len(domains), np.int64)
+        leases, last_used = self.leases.array, self.last_used.array
+        tables.eligible(residents, row_ptr, leases, last_used, self.step, eligible, able)
+        need = np.minimum(need, able)
+        demand = Demand(domains, row_ptr, residents, eligible, need, access)
+        victims = self.policies[level].victims(demand)
+        expected = np.repeat(domains, need)
+        bad = len(expected)
+        if len(victims) == len(expected):
+            bad = tables.first_bad_victim(
+                victims, expected, residency.domain_of, self._space.owner_segment,
+                residency.slot_of.array, leases, last_used, self.step,
+            )  # fmt: skip
+        if bad >= 0:
+            found = f"{len(victims)} victims"
+            if bad < len(victims):
+                found = f"block handle {victims[bad]}"
+            raise PolicyError(
+                f"{type(self.policies[level]).__name__}.victims returned {found}: expected distinct "
+                f"eligible residents, {need.tolist()} of the domains {domains.tolist()}"
+            )
+        return victims
+
+    def evict(self, level: int, handles: Ids) -> None:
+        """Take blocks out of a tier; the next gets those it lacks, unless it is the backing tier."""
+        if not len(handles):
+            return
+        below = level + 1
+        if below < self.backing:
+            lost = handles[self.residency[below].slot_of.array[handles] < 0]
+            self.make_room(below, lost, self.idle_access())
+            self.cache(below, lost, *self._bytes_of(level, lost))
+            self.metrics.tiers[level].demotions += len(lost)
+        self.residency[level].remove(handles)
+        self.metrics.tiers[level].evictions += len(handles)
+
+    def _bytes_of(self, level: int, handles: Ids) -> tuple[Bytes, Ids]:
+        """Where the bytes of blocks in a tier can be read: an array and rows of it."""
+        tier, slots = self.tiers[level], self.residency[level].slot_of.array[handles]
+        if tier.is_addressable:
+            return tier.view, slots
+        out: Bytes = np.empty((len(handles), self.layout.block_bytes), np.uint8)
+        rows = np.arange(len(handles), dtype=np.int32)
+        tier.read(slots, out, rows).wait()
+        return out, rows
+
+    def forget(self, handles: Ids) -> None:
+        """Take blocks out of every tier and every policy."""
+        for level, residency in enumerate(self.residency):
+            residency.remove(handles[residency.slot_of.array[handles] >= 0])
+            if level < self.backing:
+                self.policies[level].on_remove(handles)
