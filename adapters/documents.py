@@ -68,8 +68,9 @@ def builtin_document(
     """
     if not 0 <= depth <= 1:
         raise ConfigError(f"depth={depth}: expected a fraction in [0, 1]; pass for example 0.5")
-    begun_answer = f"One of the special magic numbers for {city} is:"
-    fact = f"{begun_answer} {number}."
+    # With its space: digits are tokens of their own, and a model may put a new line there instead.
+    begun_answer = f"One of the special magic numbers for {city} is: "
+    fact = f"{begun_answer}{number}."
     prose = _builtin_prose()
     fixed = sum(_lengths(tokenizer, (_INSTRUCTION, fact)))
     ends = list(accumulate(_lengths(tokenizer, prose), initial=fixed))
@@ -110,7 +111,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         )
     if not text.strip():
         raise ConfigError(f"document={str(path)!r}: is empty; pass a file with text in it")
-    return Document("\n".join(text.splitlines()))
+    return Document(text.replace("\r\n", "\n"))
 
 
 def build_prompt(
@@ -128,13 +129,22 @@ def build_prompt(
     """
     if not (text or question):
         raise ConfigError("prompt: document and question are both empty; pass at least a question")
-    if tokenizer.chat_template is None:
-        ending = f"Question: {question}\nAnswer: {begun_answer}".rstrip() if question else ""
-        return tokenizer.encode(_join(text, ending))
-    message = {"role": "user", "content": _join(text, question)}
-    prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    # The template has written the special tokens already.
-    return tokenizer.encode(f"{prompt}{begun_answer}", add_special_tokens=False)
+    has_template = tokenizer.chat_template is not None
+    prompt = _chat(tokenizer, text, question) if has_template else _plain(text, question)
+    if begun_answer:
+        prompt += begun_answer if has_template else f" {begun_answer}"
+    # A template has written the special tokens already.
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=not has_template)
+    return ids
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> str:
+    messages = [{"role": "user", "content": _join(text, question)}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _plain(text: str, question: str) -> str:
+    return _join(text, f"Question: {question}\nAnswer:" if question else "")
 
 
 def _join(*texts: str) -> str:

@@ -112,7 +112,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Full attention on the same prompt for as many new tokens, and how far the tiered run is from it.
+    """Full attention on the same prompt, for as many new tokens, and how far off the tiered run is.
 
     Attributes
     ----------
@@ -210,7 +210,7 @@ def compare(
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise ConfigError unless a prompt and its continuation fit into the model's context window."""
+    """Raise ConfigError unless a prompt and its continuation fit the model's context window."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -285,8 +285,7 @@ def _run_full(
 
     steps = _steps(model, prompt, {keyword: cache}, "full attention: prefill", observer)
     generation = _run(steps, len(prompt), limit, on_step=on_step)
-    held = [(layer.keys, layer.values) for layer in cache.layers]
-    return generation, sum(part.nbytes for pair in held for part in pair), logits
+    return generation, _nbytes(cache), logits
 
 
 def _own_cache(model: PreTrainedModel) -> tuple[DynamicCache, str]:
@@ -297,6 +296,10 @@ def _own_cache(model: PreTrainedModel) -> tuple[DynamicCache, str]:
 
     profile = profile_of(model)
     return DynamicCache(config=profile.decoder.config), profile.keyword
+
+
+def _nbytes(cache: DynamicCache) -> int:
+    return sum(getattr(layer, part).nbytes for layer in cache.layers for part in ("keys", "values"))
 
 
 def _forced(
@@ -357,5 +360,6 @@ def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | No
 
 def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
     """KL(expected || found) in nats of the distributions that two rows of logits stand for."""
-    p, q = (logits.float().log_softmax(-1) for logits in (expected, found))
-    return float(functional.kl_div(q, p, log_target=True, reduction="sum"))
+    p, q = (logits.double().log_softmax(-1) for logits in (expected, found))
+    # Rounding can make it a little less than nothing.
+    return max(0.0, float(functional.kl_div(q, p, log_target=True, reduction="sum")))

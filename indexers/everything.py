@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from tierstore.errors import StoreMismatchError
 from tierstore.interfaces import Ids, Index, IndexContext, Pointers, Selection
 
 if TYPE_CHECKING:
@@ -54,5 +55,10 @@ class Everything(Index):
         return {"blocks": self._blocks.copy()}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> Self:
+        if state.keys() != {"blocks"}:
+            raise StoreMismatchError(
+                f"saved index has {sorted(state)}: expected ['blocks']; "
+                "it was saved by another kind of index"
+            )
         self._blocks = np.array(state["blocks"], np.int32)
         return self

@@ -1,7 +1,8 @@
 """The reduced base of indexes: say how keys become representatives, get an index.
 
-A *unit* is what gets a score. It may be finer than a block (single tokens), the block itself, or coarser
-(a cluster of blocks); `represent` decides, and the rest is shared: growth, scoring, selection, state.
+A *unit* is what gets a score. It may be finer than a block (single tokens), the block itself, or
+coarser (a cluster of blocks); `represent` decides, and the rest is shared: growth, scoring,
+selection, state.
 """
 
 from __future__ import annotations
@@ -210,17 +211,17 @@ class ScoringIndex(Index):
         self.segments = segments.astype(np.int32)
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        return {name.strip("_"): np.array(getattr(self, name)) for name in self._row_arrays()}
+        arrays = {name.strip("_"): np.array(getattr(self, name)) for name in self._row_arrays()}
+        return {"kind": self._kind(), "segments": self.segments.copy(), **arrays}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> Self:
-        for name in self._row_arrays():
-            saved, mine = state.get(name.strip("_")), getattr(self, name)
-            if saved is None or saved.dtype != mine.dtype or saved.shape[2:] != mine.shape[2:]:
-                found = None if saved is None else (saved.dtype, saved.shape)
-                raise StoreMismatchError(
-                    f"saved index has {name.strip('_')}={found}: expected {mine.dtype} of {mine.ndim} axes ending "
-                    f"in {mine.shape[2:]}; it was saved by another kind of index"
-                )
+        found, expected = str(state.get("kind")), str(self._kind())
+        if found != expected:
+            raise StoreMismatchError(
+                f"saved index is {found!r}: expected {expected!r}; "
+                "it was saved by another kind of index"
+            )
+        self.segments = np.array(state["segments"], np.int32)
         for name in self._row_arrays():
             saved = state[name.strip("_")]
             mine = self.shape.memory.take(saved.shape, saved.dtype, "index")
@@ -228,6 +229,13 @@ class ScoringIndex(Index):
             self.shape.memory.give(getattr(self, name))
             setattr(self, name, mine)
         return self
+
+    def _kind(self) -> npt.NDArray[np.str_]:
+        """What an index and a saved state must agree in."""
+        shape = self.shape
+        return np.array(
+            f"{type(self).__name__} of {shape.block_tokens} tokens, {shape.dim} x {shape.dtype}"
+        )
 
     @staticmethod
     def _row_arrays() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Numeric inner loops: one signature per operation, a backend chosen by where the arrays live.
 
-Arrays are NumPy (Numba runs them in place) or CuPy (plain torch runs them on the device). Elements follow
-`tierstore.kernels.element`. Shapes use R rows, G query heads per row, d the head dimension.
+Arrays are NumPy (Numba runs them in place) or CuPy (plain torch runs them on the device). Elements
+follow `tierstore.kernels.element`. Shapes use R rows, G query heads per row, d the head dimension.
 
 `tierstore.kernels.reference` is the specification; every backend is property-tested against it.
 """
@@ -52,7 +52,8 @@ def attend_blocks(
     query: [R, G, d] elements.
     pool: [slots, elements] the tier's memory; block i of row r is ``pool[slots[row_ptr[r] + i]]``.
     shape: where keys and values stand in a block.
-    row_ptr, slots, valid: int64 [R + 1]; int32 [n]; uint8 [n] tokens of the block that count.
+    row_ptr, slots, valid: int64 [R + 1]; int32 [n]; uint8 [n] tokens of the block that count. The
+        places behind them hold any finite numbers.
     strip_key, strip_value, strip_length: [R, s, d], [R, s, e] elements; int32 [R] tokens in use.
     out, lse: [R, G, e] elements (float32 when merging); float32 [R, G] natural log-sum-exp.
     weights: float32 work space [R, G, at least tokens in the row].
@@ -85,8 +86,9 @@ def score_units(
 ) -> None:
     """Log attention mass of one average token of each unit, combined over the queries of its row.
 
-    Per query head the logits are normalised over the row's units, each counted `sizes` times; heads are
-    then combined by ``"sum"`` (log of the summed mass) or ``"max"``. A unit of size 0 is empty: -inf.
+    Per query head the logits are normalised over the row's units, each counted `sizes` times; heads
+    are then combined by ``"sum"`` (log of the summed mass) or ``"max"``. A unit of size 0 is empty:
+    -inf.
 
     Parameters
     ----------
@@ -120,7 +122,8 @@ def select_blocks(
 ) -> int:
     """The blocks of the best-scored units of each row, the last unit cut so that the budget is met.
 
-    Units above the cut come first, then those at it, each in unit order: equal inputs, equal answer.
+    Units above the cut come first, then those at it, each in unit order: equal inputs, equal
+        answer.
 
     Parameters
     ----------

@@ -8,8 +8,8 @@ def kmeans(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Spherical k-means with strided starts: assign by inner product with unit centroids.
 
-    The mean of each set is taken out first, as RetroInfer does, so that direction and not the common
-    offset of the keys decides. An empty cluster keeps its last centroid.
+    The mean of each set is taken out first, as RetroInfer does, so that direction and not the
+    common offset of the keys decides. An empty cluster keeps its last centroid.
 
     Parameters
     ----------

@@ -39,7 +39,9 @@ def is_host(array: object) -> bool:
 
 def to_array(tensor: torch.Tensor) -> Array:
     """The elements of a CPU tensor as an array that shares its memory."""
-    return tensor.detach().view(_STORED[tensor.dtype][0]).numpy()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.view(_STORED[tensor.dtype][0]).numpy()
 
 
 def to_tensor(array: Array) -> torch.Tensor:

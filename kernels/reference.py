@@ -51,8 +51,8 @@ def partial_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one set of keys, and its log-sum-exp, so that sets can be merged.
 
-    query [..., T, d] (already scaled), key [..., n, d], value [..., n, e], mask [T, n] True = visible.
-    Returns [..., T, e] and [..., T]; a query that sees nothing gets zeros and -inf.
+    query [..., T, d] (already scaled), key [..., n, d], value [..., n, e], mask [T, n] True =
+    visible. Returns [..., T, e] and [..., T]; a query that sees nothing gets zeros and -inf.
     """
     logits = query @ key.transpose(-1, -2)
     if mask is not None:

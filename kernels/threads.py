@@ -22,17 +22,25 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, thread_count() - 1), thread_name_prefix="tierstore-kernel")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)
+if hasattr(os, "register_at_fork"):  # Windows has no fork.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def over_rows(rows: int, multiply_adds: int, run: Callable[[int, int], None]) -> None:
-    """Call ``run(first, last)`` so that every row in ``range(rows)`` is covered exactly once."""
+    """Call ``run(first, last)`` so that every row in ``range(rows)`` is covered exactly once.
+
+    No part is running any more when this returns or raises, so that arrays may be used again.
+    """
     parts = min(thread_count(), rows) if multiply_adds >= _WORTH_A_THREAD else 1
-    if parts == 1:
+    if parts <= 1:
         run(0, rows)
         return
     cuts = [rows * part // parts for part in range(parts + 1)]
     waiting = [_pool().submit(run, cuts[i], cuts[i + 1]) for i in range(1, parts)]
-    run(0, cuts[1])
-    for part in waiting:
-        part.result()
+    try:
+        run(0, cuts[1])
+    finally:
+        failures = [part.exception() for part in waiting]
+    for failure in failures:
+        if failure is not None:
+            raise failure

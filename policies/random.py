@@ -9,7 +9,7 @@ class Random(RankedPolicy):
     """Evicts any block, the same ones for the same seed and history."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._random = np.random.default_rng(seed)
+        self.seed = seed
 
     def rank(self, stats: BlockStats) -> Rank:
-        return self._random.random(len(stats.handles))
+        return np.random.default_rng((self.seed, stats.step)).random(len(stats.handles))

@@ -23,6 +23,7 @@ class BlockStats:
     """What is known about the residents that a policy ranks; each piece is computed when first asked for.
 
     handles: int32 [n]. step: number of the running step. last_used: int64 [n], -1 never.
+    space: says which segment a handle belongs to.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class BlockStats:
         self.handles = demand.residents
         self.step = demand.access.step
         self.last_used = last_used
-        self._space = space
+        self.space = space
 
     @cached_property
     def score(self) -> Scores:
@@ -40,11 +41,37 @@ class BlockStats:
         everything = self.demand.access.everything
         out: Scores = np.full(len(self.handles), -np.inf, np.float32)
         if everything is not None:
-            row_of = np.full(len(self._space.blocks), -1, np.int32)
-            row_of[everything.segments] = np.arange(len(everything.segments), dtype=np.int32)
-            tables.gather_scores(self.handles, self._space.owner_segment, self._space.owner_index, row_of,
-                                 everything.unit_of, everything.unit_scores, out)  # fmt: skip
+            tables.gather_scores(self.handles, self.space.owner_segment, self.space.owner_index,
+                                 self._row_of, everything.unit_of, everything.unit_scores, out)  # fmt: skip
         return out
+
+    def best_of_row(self, count: int) -> Scores:
+        """float32 [n] score of the `count`-th best of all blocks in each resident's row.
+
+        -inf where the index scored fewer; inf where it scored none.
+        """
+        everything = self.demand.access.everything
+        if everything is None:
+            return np.full(len(self.handles), np.inf, np.float32)
+        rows, width = len(everything.segments), everything.unit_of.shape[1]
+        cuts: Scores = np.full(rows + 1, -np.inf, np.float32)
+        cuts[rows] = np.inf
+        if count <= width:
+            unit_of = np.broadcast_to(everything.unit_of, (rows, width))
+            is_block = np.arange(width) < self.space.blocks[everything.segments, None]
+            scores = np.take_along_axis(everything.unit_scores, np.maximum(unit_of, 0), axis=1)
+            scores = np.where(is_block & (unit_of >= 0), scores, -np.inf)
+            cuts[:rows] = np.partition(scores, width - count, axis=1)[:, width - count]
+        return cuts[self._row_of[self.space.owner_segment[self.handles // tables.CHUNK]]]
+
+    @cached_property
+    def _row_of(self) -> Ids:
+        """Row of each segment in the running step's scores; -1 where it has none."""
+        everything = self.demand.access.everything
+        rows: Ids = np.full(len(self.space.blocks), -1, np.int32)
+        if everything is not None:
+            rows[everything.segments] = np.arange(len(everything.segments), dtype=np.int32)
+        return rows
 
 
 class RankedPolicy(EvictionPolicy):

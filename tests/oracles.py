@@ -1,4 +1,4 @@
-"""Attention and unit masses in float64 NumPy, independent of every kernel, and elements as kernels store them."""
+"""Attention and unit masses in float64 NumPy, independent of every kernel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attention(query: Floats, keys: Floats, values: Floats, scale: float) -> tupl
 def unit_scores(
     query: Floats, units: Floats, sizes: Floats, scale: float, aggregate: str
 ) -> Floats:
-    """Log mass of one token of each unit [u], as softmax over units that count `sizes` times each."""
+    """Log mass of one token of each unit [u]; in the softmax each counts `sizes` times."""
     if not (sizes > 0).any():
         return np.full(len(sizes), -np.inf)
     logits = query @ units.T * scale

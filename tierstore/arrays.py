@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tierstore.errors import ConfigError, MissingExtraError
 from tierstore.memory import Memory
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cupy() -> Any:

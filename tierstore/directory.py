@@ -1,23 +1,23 @@
 """Which slot of which tier holds each block: dense integer tables, no dictionaries.
 
-`HandleSpace` numbers blocks. `Residency` says where the blocks of one tier are and to which domain each
-counts; a domain is a set of segments that share one capacity and one policy.
+`HandleSpace` numbers blocks. `Residency` says where the blocks of one tier are and to which domain
+each counts; a domain is a set of segments that share one capacity and one policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CapacityError
-from tierstore.interfaces import Ids, Pointers
 from tierstore.kernels import tables
 from tierstore.kernels.tables import CHUNK
 
 if TYPE_CHECKING:
+    from tierstore.interfaces import Ids, Pointers
+    from collections.abc import Iterable
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
 
@@ -47,8 +47,9 @@ class Column:
 class HandleSpace:
     """Numbers the blocks of segments with dense handles that stay the same while the segment lives.
 
-    A segment gets handles `CHUNK` at a time, wherever they are free; `chunks[segment, block // CHUNK]`
-    says where. Columns registered here grow together and are reset when handles are given out.
+    A segment gets handles `CHUNK` at a time, wherever they are free; `chunks[segment, block //
+    CHUNK]` says where. Columns registered here grow together and are reset when handles are given
+    out.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -157,8 +158,8 @@ class HandleSpace:
 class Residency:
     """The blocks that one tier holds, slot by slot and domain by domain.
 
-    Invariants: ``handle_of[slot_of[h]] == h`` for every resident h; `members` of a domain lists each of
-    its residents once, at ``position[h]``; a slot is free or holds one block.
+    Invariants: ``handle_of[slot_of[h]] == h`` for every resident h; `members` of a domain lists
+    each of its residents once, at ``position[h]``; a slot is free or holds one block.
     """
 
     def __init__(self, space: HandleSpace) -> None:
@@ -171,7 +172,7 @@ class Residency:
         self.members: Ids = self._memory.take((1, 1), np.int32, "directory")
         self.counts: Ids = self._memory.take(1, np.int32, "directory")
         self.quota: Pointers = self._memory.take(1, np.int64, "directory")
-        self.domain_of: Ids = self._memory.take(1, np.int32, "directory")
+        self.domain_of: Ids = self._memory.take(0, np.int32, "directory")
         self._free: list[int] = []
 
     @property
@@ -188,7 +189,7 @@ class Residency:
         """Count ``segments[i]``, which has no blocks here yet, to ``domains[i]``."""
         if len(segments) and int(segments.max()) >= len(self.domain_of):
             want = max(int(segments.max()) + 1, len(self._space.blocks))
-            self.domain_of = self._memory.grow(self.domain_of, (want,), "directory")
+            self.domain_of = self._memory.grow(self.domain_of, (want,), "directory", fill=-1)
         if len(domains) and int(domains.max()) >= len(self.counts):
             want = max(int(domains.max()) + 1, len(self.counts) + len(self.counts) // 4)
             self.members = self._memory.grow(
@@ -197,6 +198,12 @@ class Residency:
             self.counts = self._memory.grow(self.counts, (want,), "directory")
             self.quota = self._memory.grow(self.quota, (want,), "directory")
         self.domain_of[segments] = domains
+
+    def unassign(self, segments: Ids) -> None:
+        """Take empty segments out of their domains; a domain without segments has no quota."""
+        domains = self.domain_of[segments]
+        self.domain_of[segments] = -1
+        self.quota[np.setdiff1d(domains, self.domain_of)] = 0
 
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks each of `domains` may hold; a domain over its new quota keeps its blocks for now."""

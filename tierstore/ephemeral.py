@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from tierstore.errors import ConfigError
 
 _PREFIX = "tierstore-"
-_LOCK = "lock"
+_LOCK = ".tierstore-lock"
 
 
 class PrivateDirectory:
     """A directory (0700) inside `parent` for the files of one process.
 
-    Its lock file is locked while the process lives. Whoever makes the next one in the same parent removes
-    those whose lock nobody holds: a process that was killed leaves nothing for longer than that. With
-    `keep`, `close` leaves the directory and a mark that stops others from removing it.
+    Its lock file is locked while the process lives. `close` removes the directory, the end of the
+    process does where nobody closed it, and after a kill whoever makes the next one in the same
+    parent does. With `keep` nobody does.
 
     Parameters
     ----------
@@ -29,32 +31,43 @@ class PrivateDirectory:
     def __init__(self, parent: str | Path, *, keep: bool = False) -> None:
         self._parent = Path(parent)
         self._made_parent = _make(self._parent)
-        self.keep = keep
-        reap(self._parent)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock = os.open(self.path / _LOCK, flags, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._keep = keep
         self._owner = os.getpid()
+        self._is_closed = False
+        reap(self._parent)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+            self._lock = -1 if keep else _locked(self.path / _LOCK)
+        except OSError as error:
+            raise ConfigError(
+                f"disk={str(parent)!r}: cannot hold files ({error.strerror}): choose another"
+            ) from error
+        atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove the directory (not with `keep`). A second call, or one in a forked child, does nothing."""
-        if self._lock < 0 or os.getpid() != self._owner:
+        """Remove the directory, and the parent if it was made for it and is empty.
+
+        A second call, or one in a forked child, does nothing.
+        """
+        if self._is_closed or os.getpid() != self._owner:
             return
-        if self.keep:
-            (self.path / _LOCK).unlink()
-        else:
-            shutil.rmtree(self.path, ignore_errors=True)
-            if self._made_parent and not any(self._parent.iterdir()):
-                self._parent.rmdir()
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._keep:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-        self._lock = -1
+        if self._made_parent:
+            with suppress(OSError):
+                self._parent.rmdir()
 
 
 def reap(parent: Path) -> list[Path]:
     """Remove private directories in `parent` whose process is gone; returns those removed."""
     removed = []
     for path in parent.glob(_PREFIX + "*"):
+        if path.is_symlink():
+            continue
         try:
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -69,6 +82,16 @@ def reap(parent: Path) -> list[Path]:
         finally:
             os.close(lock)
     return removed
+
+
+def _locked(path: Path) -> int:
+    """A new lock file, held before it has the name under which `reap` looks for it."""
+    unnamed = path.with_suffix(".new")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(unnamed, flags, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unnamed.rename(path)
+    return lock
 
 
 def _make(directory: Path) -> bool:

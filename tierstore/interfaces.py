@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
     import torch
 
     from tierstore.directory import HandleSpace
@@ -45,7 +45,8 @@ DONE: Completion = _Done()
 class Tier(ABC):
     """Holds blocks at integer slots; knows nothing about which block is where.
 
-    Several threads may read at once; the store serialises writes, `resize` and `close` against all else.
+    Several threads may read at once; the store serialises writes, `resize` and `close` against all
+    else.
     """
 
     name: str
@@ -80,7 +81,8 @@ class Tier(ABC):
     ) -> Completion:
         """Copy ``blocks[rows[i]]`` into slot ``slots[i]``; only `parts` if given.
 
-        Requires: `slots` distinct. Errors of the medium are OSError; slots written are then undefined.
+        Requires: `slots` distinct. Errors of the medium are OSError; slots written are then
+            undefined.
         """
 
     @abstractmethod
@@ -103,7 +105,7 @@ class Tier(ABC):
 
     @property
     def view(self) -> Bytes:
-        """All slots as bytes [capacity, block_bytes], for an addressable tier."""
+        """All slots as bytes [capacity, block_bytes], for an addressable tier; ends with a `resize`."""
         raise ConfigError(f"tier {self.name!r} cannot be read in place: use read()")
 
     @property
@@ -121,8 +123,9 @@ class Tier(ABC):
 class BlockScores:
     """What an index thought of every block in one step, kept per unit and looked up when needed.
 
-    unit_scores: float32 [R, units] log attention mass. unit_of: int32 [R, blocks], -1 unknown.
-    segments: int32 [R], the segment of each row.
+    unit_scores: float32 [R, units] log attention mass. unit_of: int32 [R, blocks], or [1, blocks]
+    for all rows; -1 unknown. It may be wider than a row has blocks. segments: int32 [R], the
+    segment of each row.
     """
 
     unit_scores: Scores
@@ -164,7 +167,8 @@ class Access:
 class Demand:
     """Room wanted in domains: from residents ``row_ptr[i]:row_ptr[i + 1]`` choose ``need[i]``.
 
-    eligible: False for a block that is leased or used by the running step. access: the running step.
+    eligible: False for a block that is leased or used by the running step. access: the running
+        step.
     """
 
     domains: Ids
@@ -231,6 +235,7 @@ class Index(ABC):
         """Index more tokens: keys [R', n, d], values [R', n, e]; n is a multiple of the block's tokens.
 
         The first call of a row is its build, after prefill; later ones append.
+        Requires: the rows have equally many blocks, made by the same calls.
         """
 
     @abstractmethod

@@ -14,6 +14,10 @@ Blocks = Mapping[str, torch.Tensor]
 """Part name to values [n, *part.shape]."""
 
 
+MOST_TOKENS = 255
+"""Tokens that a block may have: its valid count is one byte."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A named piece of a block.
@@ -52,7 +56,8 @@ class Part:
 class BlockLayout:
     """The parts of a block, stored one after the other without headers or padding.
 
-    `tokens` is the number of token places in a block; how many hold a token is the block's valid count.
+    `tokens` is the number of token places in a block; how many hold a token is the block's valid
+    count.
     """
 
     parts: tuple[Part, ...]
@@ -69,7 +74,10 @@ class BlockLayout:
             raise ConfigError(
                 f"parts {names}: expected the same number of tokens as first extent of each"
             )
-        object.__setattr__(self, "tokens", self.parts[0].shape[0])
+        tokens = self.parts[0].shape[0]
+        if tokens > MOST_TOKENS:
+            raise ConfigError(f"a block of {tokens} tokens: expected at most {MOST_TOKENS}")
+        object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "block_bytes", sum(part.nbytes for part in self.parts))
 
     @classmethod
@@ -112,10 +120,8 @@ class BlockLayout:
     def pack(self, blocks: Blocks) -> torch.Tensor:
         """Bytes uint8 [n, block_bytes] of the stored parts in `blocks`."""
         stored = [blocks[part.name] for part in self.parts if part.is_stored]
-        n = stored[0].shape[0]
-        return torch.cat(
-            [values.reshape(n, -1).contiguous().view(torch.uint8) for values in stored], 1
-        )
+        rows = [values.flatten(1).contiguous().view(torch.uint8) for values in stored]
+        return torch.cat(rows, 1)
 
     def unpack(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         """Values of every part, rebuilt ones included, from bytes uint8 [n, block_bytes]."""

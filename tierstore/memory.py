@@ -1,14 +1,14 @@
 """One limit for everything that a memory tier's capacity must cover.
 
-A tier's slots share their limit with index arrays, sinks, local windows, staging, directory tables and
-policy state. Each is charged byte for byte before it exists; when an array does not fit, the slots shrink.
+A tier's slots share their limit with index arrays, sinks, local windows, staging, directory tables
+and policy state. Each is charged byte for byte before it exists; when an array does not fit, the
+slots shrink.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,28 +19,42 @@ from tierstore.kernels.element import is_host
 from tierstore.sizes import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from tierstore.interfaces import Bytes
     from tierstore.kernels.element import Array
 
 
 class HostBuffer:
-    """Bytes for slots in host memory: address space for the whole limit, pages only for what is in use."""
+    """Bytes for slots in host memory: address space for the whole limit, pages only for what is in use.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._map = mmap.mmap(-1, limit_bytes)
+    CapacityError if the machine does not have so much.
+    """
+
+    def __init__(self, limit_bytes: int, name: str) -> None:
+        try:
+            # Shared pages, the default, would stay occupied when they are handed back.
+            self._map = mmap.mmap(-1, limit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(
+                f"{name}: this machine does not give a process {format_size(limit_bytes)} of memory: "
+                "lower the limit"
+            ) from error
         self.array: Bytes = np.frombuffer(self._map, np.uint8)
+        self.is_locked = False
+        """Whether a device knows the pages by their place in memory, so that none may go."""
 
     def resize(self, nbytes: int) -> None:
         """Hand the pages beyond `nbytes` back to the system."""
         start = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if start < len(self._map):
+        if start < len(self._map) and not self.is_locked:
             self._map.madvise(mmap.MADV_DONTNEED, start, len(self._map) - start)
 
 
 class Memory:
     """A limit in bytes, what it is spent on, and the buffer of the slots.
 
-    Invariant: `used_bytes` never exceeds `limit_bytes`. Not thread-safe: the store serialises calls.
+    Invariant: `used_bytes` never exceeds `limit_bytes`. Not thread-safe: the store serialises
+        calls.
 
     Parameters
     ----------
@@ -60,10 +74,10 @@ class Memory:
         self.limit_bytes = limit_bytes
         self.slot_bytes = 0
         self.peak_bytes = 0
-        self.on_pressure: Callable[[int], bool] | None = None
-        """Asked to shrink the slots by so many bytes when an array does not fit; True if it did."""
+        self.on_pressure: Callable[[int], None] | None = None
+        """Asked to shrink the slots by so many bytes when an array does not fit, if it can."""
         self._allocate = allocate
-        self._slots = HostBuffer(limit_bytes) if slots is None else slots
+        self._slots = HostBuffer(limit_bytes, name) if slots is None else slots
         self._taken: dict[int, tuple[Array, str]] = {}
         self._taken_bytes = 0
 
@@ -111,8 +125,9 @@ class Memory:
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else shape
         nbytes = math.prod(shape) * dtype.itemsize
-        short = nbytes - self.free_bytes
-        if short > 0 and not (self.on_pressure is not None and self.on_pressure(short)):
+        if nbytes > self.free_bytes and self.on_pressure is not None:
+            self.on_pressure(nbytes - self.free_bytes)
+        if nbytes > self.free_bytes:
             raise CapacityError(
                 f"{self.name}: {purpose} needs {format_size(nbytes)}, but only {format_size(self.free_bytes)} of "
                 f"{format_size(self.limit_bytes)} is left "

@@ -1,9 +1,9 @@
 """The block store: the one place where directory, tiers, policies and transfers meet.
 
-Tiers are given from the fastest to the last. The last one, the backing tier, holds every block; each
-tier above caches some of them. A selected block that is not in the top tier is brought there straight
-from the first tier that has it; a block that leaves a tier goes to the next one, unless that one has it
-already or is the backing tier.
+Tiers are given from the fastest to the last. The last one, the backing tier, holds every block;
+each tier above caches some of them. A selected block that is not in the top tier is brought there
+straight from the first tier that has it; a block that leaves a tier goes to the next one, unless
+that one has it already or is the backing tier.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ONE_DOMAIN: Ids = np.zeros(1, np.int32)
 class Visit:
     """Blocks that are in the top tier while the visit lasts.
 
-    row_ptr, slots, valid, handles: row r has top-tier slots ``slots[row_ptr[r]:row_ptr[r + 1]]``, so
-    many valid tokens in each, and these handles. is_whole: it is all of the selection.
+    row_ptr, slots, valid, handles: row r has top-tier slots ``slots[row_ptr[r]:row_ptr[r + 1]]``,
+    so many valid tokens in each, and these handles. is_whole: it is all of the selection.
     """
 
     row_ptr: Pointers
@@ -100,8 +100,8 @@ class BlockStore:
     def open(self, count: int, domains: Ids | None = None) -> Ids:
         """Numbers of `count` new, empty segments.
 
-        Each is a domain of its own in the top tier, numbered like it, unless `domains` gives one for
-        each. In every other tier all segments share one domain.
+        Each is a domain of its own in the top tier, numbered like it, unless `domains` gives one
+        for each. In every other tier all segments share one domain.
         """
         with self._lock:
             segments = self.space.open(count)
@@ -115,6 +115,8 @@ class BlockStore:
         """Forget segments and all their blocks. CapacityError, and no change, if a block is leased."""
         with self._lock:
             self.truncate(segments, 0)
+            for residency in self._moves.residency:
+                residency.unassign(segments)
             for segment in segments.tolist():
                 self.space.close(segment)
 
@@ -197,18 +199,17 @@ class BlockStore:
                 self._moves.evict(0, self._moves.victims(0, domains, over, idle))
             top.set_quota(domains, blocks)
 
-    def _pressure_on(self, level: int) -> Callable[[int], bool]:
+    def _pressure_on(self, level: int) -> Callable[[int], None]:
         """Shrink a tier's slots when other data of its memory needs the room."""
 
-        def shrink(nbytes: int) -> bool:
+        def shrink(nbytes: int) -> None:
             memory, residency = self.tiers[level].memory, self._moves.residency[level]
             assert memory is not None
             slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
             least = int(np.count_nonzero(residency.quota)) if level < self.backing else 0
-            if slots < least or (level == self.backing and len(residency.above(slots))):
-                return False
-            self.resize(level, slots)
-            return True
+            holds_all = level == self.backing
+            if slots >= least and not (holds_all and len(residency.above(slots))):
+                self.resize(level, slots)
 
         return shrink
 

@@ -27,8 +27,8 @@ _BATCHES = 64
 class Transfers:
     """The tiers of a chain with what each holds; level 0 is the top, the last one is `backing`.
 
-    Invariants: every block is in the backing tier; a block that is leased, or stamped with the running
-    step, is not evicted.
+    Invariants: every block is in the backing tier; a block that is leased, or stamped with the
+    running step, is not evicted.
     """
 
     def __init__(

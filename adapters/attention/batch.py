@@ -9,7 +9,11 @@ import torch
 
 from tierstore import kernels
 from tierstore.adapters.attention import exact
-from tierstore.adapters.attention.capacity import fit_top_tier, reserve_backing
+from tierstore.adapters.attention.capacity import (
+    fit_middle_tiers,
+    fit_top_tier,
+    reserve_backing,
+)
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
@@ -92,8 +96,7 @@ class Batch:
             for _ in range(geometry.layers)
         ]
         reserve_backing(self.store, rows * blocks)
-        for level in range(1, self.store.backing):
-            self.store.resize(level, self.store.limit(level))
+        fit_middle_tiers(self.store, rows * blocks)
         self._is_fitted = False
 
     @property
@@ -143,6 +146,16 @@ class Batch:
             self._store(number, sequence, q, k, v)
         return out
 
+    def absorb(
+        self, number: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None
+    ) -> None:
+        """Store new tokens [B, ., T, .] without attending; `query` [B, Hq, t, d]: the last ones, if known."""
+        if number == 0:
+            self.tokens = self.tokens + key.shape[2]
+        for sequence in range(self.layers[number].sequences):
+            last = None if query is None else query[sequence]
+            self._store(number, sequence, last, key[sequence], value[sequence])
+
     def _staging(self) -> Bytes:
         shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
         staging: Bytes = self._scratch.array("staging", shape, np.uint8)
@@ -152,7 +165,7 @@ class Batch:
         self,
         number: int,
         sequence: int,
-        query: torch.Tensor,
+        query: torch.Tensor | None,
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
@@ -161,18 +174,20 @@ class Batch:
         sealed = layer.absorb(sequence, key, value)
         if sealed is None:
             return
-        last = query[:, -self.rules.preset.observation :].unflatten(
-            0, (geometry.kv_heads, geometry.group)
-        )
+        last = None
+        if query is not None:
+            last = query[:, -self.rules.preset.observation :].unflatten(
+                0, (geometry.kv_heads, geometry.group)
+            )
         self._index(number, sealed, last)
-        layer.store_tokens(sealed, self._homes(sealed, last))
+        layer.store_tokens(sealed, None if last is None else self._homes(sealed, last))
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
         first_block = int(layer.blocks[layer.rows(sealed.sequence)][0])
         layer.index_tokens(sealed, IndexContext(first_block, last))
         if self.store.backing > 0 and (number == 0 or not self._is_fitted):
-            self._fit_top_tier(0 if self._is_fitted else self._index_to_come(layer, sealed))
+            self._fit_tiers(0 if self._is_fitted else self._index_to_come(layer, sealed))
             self._is_fitted = True
 
     def _index_to_come(self, layer: Layer, sealed: Sealed) -> int:
@@ -181,8 +196,8 @@ class Batch:
         expected = int(self.tokens.sum()) * layer.heads * len(self.layers)
         return layer.index.nbytes * (expected - indexed) // indexed
 
-    def _fit_top_tier(self, index_to_come: int) -> None:
-        """Share the top tier out anew."""
+    def _fit_tiers(self, index_to_come: int) -> None:
+        """Share the tiers out anew, as the context has grown."""
         rules, layer = self.rules, self.layers[0]
         if rules.window is None:
             per_sequence = self.tokens // rules.preset.block_tokens + 1
@@ -191,6 +206,10 @@ class Batch:
         wanted = np.tile(np.repeat(per_sequence, layer.heads), len(self.layers))
         segments = np.concatenate([each.segments for each in self.layers])
         fit_top_tier(self.store, segments, wanted, index_to_come)
+        blocks = (
+            int(self.tokens.sum()) // rules.preset.block_tokens * layer.heads * len(self.layers)
+        )
+        fit_middle_tiers(self.store, blocks)
 
     def _homes(self, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
         """The tier where each sealed block gets its first copy beside the backing one."""
@@ -274,9 +293,8 @@ class Batch:
         """Blocks of a visit, and at the first visit the strips."""
         rows, group = query.shape[0], query.shape[1]
         strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
-        width = (
-            int(np.diff(visit.row_ptr).max()) * self.rules.preset.block_tokens + layer.strip_room
-        )
+        blocks = int((visit.row_ptr[1:] - visit.row_ptr[:-1]).max())
+        width = blocks * self.rules.preset.block_tokens + layer.strip_room
         array = self._device_scratch.array
         if not merge:
             self._lse = array("lse", (rows, group), np.float32)
@@ -328,7 +346,7 @@ class Batch:
             layer.arrange(sources)
         self.tokens = self.tokens[list(sources)]
         if self._is_fitted:
-            self._fit_top_tier(0)
+            self._fit_tiers(0)
 
 
 def _nothing(rows: int) -> Visit:

@@ -27,6 +27,14 @@ def reserve_backing(store: BlockStore, blocks: int) -> None:
     store.resize(store.backing, min(limit, blocks + blocks // 16))
 
 
+def fit_middle_tiers(store: BlockStore, blocks: int) -> None:
+    """Let the tiers between the first and the last hold all `blocks`, as far as their limits allow."""
+    for level in range(1, store.backing):
+        wanted = min(store.limit(level), blocks + blocks // 8)
+        if wanted > store.tiers[level].capacity:
+            store.resize(level, wanted)
+
+
 def fit_top_tier(store: BlockStore, segments: Ids, wanted: Pointers, reserved_bytes: int) -> None:
     """Give each segment, a domain of its own, its share of the top tier.
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class SparseAttention:
     """Keeps the KV cache of a model in tiers and attends to the blocks that matter.
 
-    Attention is exact while several new tokens come at once (prefill, a second turn); for a single new
+    Attention is exact while several new tokens come at once (prefill, a second turn); for a single
+    new
     token per sequence it is sparse: over sinks, local window and the selected blocks.
 
     One thread at a time.
@@ -114,22 +115,34 @@ class SparseAttention:
 
         Returns
         -------
-        [B, T, Hq, e] in the query's dtype; its values at padding mean nothing.
+        [B, T, Hq, e] in the query's dtype; at padding it is finite and means nothing.
         """
-        batch = self._batch
-        if batch is None:
-            self._check_open()
-            sequences, _, tokens, _ = query.shape
-            batch = self._batch = Batch(
-                self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
-            )
-        if len(batch.tokens) != query.shape[0]:
-            raise ConfigError(
-                f"{query.shape[0]} sequences come, {len(batch.tokens)} are stored: reset() or select_rows() first"
-            )
+        batch = self._batch_for(key, scale)
         if query.shape[2] == 1 and batch.layers[layer].tokens.any():
             return batch.step(layer, query, key, value, valid)
         return batch.extend(layer, query, key, value, valid)
+
+    def absorb(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        query: torch.Tensor | None = None,
+        scale: float,
+    ) -> None:
+        """Store keys and values without attending: those of a text that was computed elsewhere.
+
+        Layers are called in order, 0 first, each once per text.
+
+        Parameters
+        ----------
+        key, value: [B, Hkv, T, d] and [B, Hkv, T, e], the new tokens, none of them padding.
+        query: [B, Hq, t, d], the last queries of the text. They rank its blocks, so that the best start
+            in the upper tiers; without them, tiers fill as blocks are used.
+        scale: factor on the logits, the same at every call.
+        """
+        self._batch_for(key, scale).absorb(layer, key, value, query)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences of the batch."""
@@ -215,6 +228,21 @@ class SparseAttention:
             return self._rules.window
         selected = int(batch.budgets().sum()) * self.geometry.kv_heads * self.geometry.layers
         return min(self._rules.window, self._stack.tiers[0].capacity / selected)
+
+    def _batch_for(self, key: torch.Tensor, scale: float) -> Batch:
+        """The batch that keys [B, Hkv, T, d] belong to; the first ones start it."""
+        batch = self._batch
+        if batch is None:
+            self._check_open()
+            sequences, _, tokens, _ = key.shape
+            batch = self._batch = Batch(
+                self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
+            )
+        if len(batch.tokens) != key.shape[0]:
+            raise ConfigError(
+                f"{key.shape[0]} sequences come, {len(batch.tokens)} are stored: reset() or select_rows() first"
+            )
+        return batch
 
     def _stored(self) -> Batch:
         self._check_open()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 
 import torch
 from torch.nn import functional
 
 from tierstore.kernels.reference import merge_partials, partial_attention
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _QUERIES_AT_ONCE = 512
 
@@ -30,8 +33,8 @@ def over_past(
 ) -> torch.Tensor:
     """Attention of new tokens over all of `past` and, causally, over themselves, in float32.
 
-    query [Hq, T, d], key and value [Hkv, T, d]. Pieces of the past are asked for one by one, used and
-    forgotten, so that no more than one is in memory. Returns [Hq, T, e] float32.
+    query [Hq, T, d], key and value [Hkv, T, d]. Pieces of the past are asked for one by one, used
+    and forgotten, so that no more than one is in memory. Returns [Hq, T, e] float32.
     """
     kv_heads, new = key.shape[:2]
     rows = query.float().mul(scale).reshape(kv_heads, -1, new, query.shape[-1])
@@ -68,8 +71,8 @@ def importance(
 ) -> torch.Tensor:
     """How much the last queries of a prompt attend to each block of its tokens.
 
-    query [Hkv, G * w, d], key [Hkv, n, d] with n a multiple of `block_tokens`. Returns the attention
-    mass [Hkv, n / block_tokens], summed over queries and tokens.
+    query [Hkv, G * w, d], key [Hkv, n, d] with n a multiple of `block_tokens`. Returns the
+    attention mass [Hkv, n / block_tokens], summed over queries and tokens.
     """
     mass = (query.float() @ key.float().transpose(1, 2) * scale).softmax(-1).sum(1)
     return mass.view(*mass.shape[:-1], -1, block_tokens).sum(-1)

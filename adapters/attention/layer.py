@@ -1,7 +1,7 @@
 """What the engine keeps for one layer: segments, index, and the strip of each row.
 
-A row is one (sequence, KV head). Its tokens stand in three places: the first few (sinks) and the most
-recent ones in the row's *strip*, which is always resident and attended; all between in blocks.
+A row is one (sequence, KV head). Its tokens stand in three places: the first few (sinks) and the
+most recent ones in the row's *strip*, which is always resident and attended; all between in blocks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tierstore.interfaces import IndexContext
 from tierstore.kernels import tables
 from tierstore.kernels.element import is_host, stored_dtype, to_tensor
 
 if TYPE_CHECKING:
+    from tierstore.interfaces import IndexContext
     from collections.abc import Iterator, Sequence
 
     from tierstore.adapters.attention.exact import Piece

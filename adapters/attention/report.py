@@ -30,8 +30,8 @@ class TierReport:
 class Report:
     """Counters since the engine was made or reset.
 
-    hit_rate: share of selected blocks that were in the first tier already. window: capacity of the fast
-    tier in budgets, as far as it is limited by one; None without a fast tier.
+    hit_rate: share of selected blocks that were in the first tier already. window: capacity of the
+    fast tier in budgets, as far as it is limited by one; None without a fast tier.
     """
 
     preset: str

@@ -1,9 +1,9 @@
 """The `tierstore` command.
 
-Any package can add a command through the entry-point group ``tierstore.commands``: an entry point is
-a function ``add_command(subparsers)`` that adds a parser to argparse's `subparsers` and gives it a
-default ``run``, a function that takes the parsed arguments. Of the errors that `run` raises, those of
-the family `TierstoreError` become one line on standard error and exit code 2.
+Any package can add a command through the entry-point group ``tierstore.commands``: an entry point
+is a function ``add_command(subparsers)`` that adds a parser to argparse's `subparsers` and gives it
+a default ``run``, a function that takes the parsed arguments. Errors of the family `TierstoreError`
+that `run` raises become one line on standard error and exit code 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIED_OF = 128  # plus the signal's number, as shells count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` (by default the process's own) name; returns the exit code."""
+    """Run the command that `arguments`, by default the process's own, name; returns its exit code."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _exit)
     try:
@@ -60,7 +60,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tierstore", description=metadata.metadata("tierstore")["Summary"])
+    summary = metadata.metadata("tierstore")["Summary"]
+    parser: argparse.ArgumentParser = _Parser(prog="tierstore", description=summary)
     parser.add_argument(
         "--version", action="version", version=f"tierstore {metadata.version('tierstore')}"
     )
@@ -77,5 +78,8 @@ def _add_contributed(subparsers: Subparsers, point: metadata.EntryPoint) -> None
     # Another package's fault, whatever it is, must not take the other commands away.
     except Exception as error:
         reason = f"command {point.name!r}: {point.value} cannot be loaded ({error}); reinstall it"
-        parser = subparsers.add_parser(point.name, help="(cannot be loaded)")
-        parser.set_defaults(run=lambda _: parser.error(reason))
+
+        def refuse(options: argparse.Namespace) -> NoReturn:
+            raise ConfigError(reason)
+
+        subparsers.add_parser(point.name, help="(cannot be loaded)").set_defaults(run=refuse)

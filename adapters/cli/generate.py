@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.record import check_target, record_of, write_record
-from tierstore.adapters.documents import Document, build_prompt, builtin_document, read_document
+from tierstore.adapters.cli.json_file import check_target
+from tierstore.adapters.documents import read_document
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.sizes import parse_budget, parse_size
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import argparse
 
     from tierstore.adapters.cli import Subparsers
-    from tierstore.adapters.models import LoadedModel
 
 BUILTIN = "builtin"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -92,35 +90,50 @@ def add_command(subparsers: Subparsers) -> None:
     report.add_argument("--json", metavar="FILE", help="write everything to a file")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Check the arguments, cheapest first; then load the model, generate, and report."""
-    _check(arguments)
-    document = None if arguments.document == BUILTIN else read_document(arguments.document)
-    _prepare_environment()
+def run(options: argparse.Namespace) -> None:
+    """Check what can be checked without a model, then ask one."""
+    _check(options)
+    document = None if options.document == BUILTIN else read_document(options.document)
+    if options.question == BUILTIN:
+        options.question = None
+    _prepare_libraries()
+    from tierstore.adapters.cli.ask import ask
 
-    import torch
+    ask(options, document)
 
-    from tierstore.adapters.cli.screen import Screen, waiting
-    from tierstore.adapters.generate import TierOptions, check_length, compare, end_tokens, generate
-    from tierstore.adapters.models import load_model
-    from tierstore.adapters.presets import preset_named
 
-    preset_named(arguments.preset)
-    with waiting(f"loading {arguments.model}"):
-        loaded = load_model(
-            arguments.model, getattr(torch, arguments.dtype), torch_device(arguments.device)
+def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for arguments that no model could serve; nothing is left anywhere."""
+    if options.question == BUILTIN and options.document != BUILTIN:
+        raise ConfigError(
+            f"question={BUILTIN!r}: only the built-in document has one; pass a question of your own"
         )
-    document = _with_question(document or builtin_document(loaded.tokenizer), arguments.question)
-    prompt = build_prompt(
-        loaded.tokenizer, document.text, document.question, document.begun_answer
-    )
-    tiers = TierOptions(
-        arguments.preset,
-        arguments.budget,
-        arguments.fast,
-        arguments.dram,
-        arguments.disk,
-        arguments.keep,
-        arguments.window,
-    )
-    ...
+    if options.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={options.max_new_tokens}: expected at least 1")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    _check_tiers(options)
+    if options.json is not None:
+        check_target(options.json)
+
+
+def _check_tiers(options: argparse.Namespace) -> None:
+    if options.budget is not None:
+        parse_budget(options.budget)
+    for name in ("fast", "dram"):
+        if getattr(options, name) is not None:
+            parse_size(getattr(options, name), name)
+    if options.fast is None and options.dram is None:
+        raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
+    if options.window is not None and not options.window >= 1:
+        raise ConfigError(f"window={options.window}: expected at least 1 budget, for example 2")
+    if options.disk is not None:
+        PrivateDirectory(options.disk).close()
+    elif options.keep:
+        raise ConfigError("keep: there is no disk tier to keep; pass --disk or leave out --keep")
+
+
+def _prepare_libraries() -> None:
+    """Set what libraries read when they are imported, unless the user has."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

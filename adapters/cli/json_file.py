@@ -23,7 +23,7 @@ def check_target(target: str | Path) -> None:
 
 
 def write_json(target: str | Path, content: object) -> None:
-    """Replace `target`, or the file it links to, by one with `content`; ConfigError if that fails."""
+    """Replace `target`, or what it links to, by a file with `content`; ConfigError if it fails."""
     path = Path(target).resolve()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.generate import Comparison, Generation, Result
 
 SCHEMA = 1
-"""Version of the form of `Outcome.to_dict`: raised when a field changes its meaning or goes."""
+"""Version of the form of `Outcome.to_dict`: another one where a field changed or went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,22 @@ class Outcome:
         return re.search(rf"\b{re.escape(self.document.answer)}\b", answer) is not None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for JSON; times in seconds, KL in nats, and null where there is no number.
+        """Plain data for JSON; null where there is no number.
 
-        ======================  ===================================================================
-        ``schema``, ``tierstore``  version of this form, version of the package
-        ``model``               ``name``, ``device``, ``dtype``
-        ``question``            as asked
-        ``generation``          ``answer`` (text), ``tokens`` (ids, with the one that ended the text),
-                                ``prompt_tokens``, ``prefill_seconds``, ``prefill_tokens_per_second``,
-                                ``first_step_seconds``, ``decode_tokens_per_second`` and
-                                ``median_step_seconds`` (both without the first step), ``step_seconds``
-        ``tiers``               `tierstore.adapters.attention.Report.to_dict`
-        ``fact``                null without a planted one; ``expected``, ``found``, ``full_found``
-        ``comparison``          null without one; ``full`` (as ``generation``), ``full_kv_bytes``,
-                                ``same_tokens``, ``first_difference`` (place, from 0), ``mean_kl``,
-                                ``kl`` (per decoded token), ``prefill_speedup``, ``decode_speedup``,
-                                ``median_step_speedup`` (above 1: tiers are faster)
-        ======================  ===================================================================
+        - ``schema``: version of this form; ``tierstore``: version of the package
+        - ``model``: ``name``, ``device``, ``dtype``
+        - ``question``: as the model was asked
+        - ``generation``: ``answer``, text up to its end; ``tokens``, ids of all new tokens;
+          ``prompt_tokens``; ``prefill_seconds``, ``prefill_tokens_per_second``;
+          ``first_step_seconds``; ``decode_tokens_per_second`` and ``median_step_seconds``, both
+          without the first step; ``step_seconds``, of each token after the first
+        - ``tiers``: what `tierstore.adapters.attention.Report.to_dict` returns
+        - ``fact``: null unless one was planted and asked for; ``expected``, ``found`` and, null
+          without a comparison, ``full_found``
+        - ``comparison``: null without one; ``full``, as ``generation``; ``full_kv_bytes``;
+          ``same_tokens``; ``first_difference``, null or the place of a new token, from 0;
+          ``kl``, nats per token after the first, and ``mean_kl``; ``prefill_speedup``,
+          ``decode_speedup`` and ``median_step_speedup``, above 1 where tiers are faster
         """
         result = self.result
         return {

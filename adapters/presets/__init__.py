@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
 from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
-from tierstore.interfaces import EvictionPolicy, Index
 from tierstore.policies import LRU, Lookahead, Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierstore.interfaces import EvictionPolicy, Index
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)

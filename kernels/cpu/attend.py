@@ -8,7 +8,7 @@ from numba import njit
 from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, prefetch, widen
 
 
-AHEAD = 6
+AHEAD = 8
 """Blocks are scattered over memory: their lines are asked for this many blocks before they are used."""
 
 
@@ -16,7 +16,8 @@ AHEAD = 6
 def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     """The kernel for one block shape: constants let the compiler keep whole heads in registers.
 
-    A block is one row of `pool`: `tokens` keys of `key_dim`, and from `value_offset` on as many values.
+    A block is one row of `pool`: `tokens` keys of `key_dim`, and from `value_offset` on as many
+        values.
     """
 
     @njit(cache=True, nogil=True, fastmath=FAST)

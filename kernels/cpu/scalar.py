@@ -1,7 +1,8 @@
 """Small pieces that every CPU kernel shares: widening, narrowing, prefetching, a vectorisable exponential.
 
 KV elements are stored as bit patterns, and the NumPy type of an array says which: ``uint16`` holds
-bfloat16, ``int16`` holds IEEE half precision (Numba has no such scalars on a CPU), ``float32`` is itself.
+bfloat16, ``int16`` holds IEEE half precision (Numba has no such scalars on a CPU), ``float32`` is
+itself.
 """
 
 import math

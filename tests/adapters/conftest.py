@@ -23,6 +23,15 @@ def demo_model() -> LoadedModel:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def demo_fp32() -> LoadedModel:
+    """The demo model in float32, where rounding cannot hide a wrong token."""
+    try:
+        return load_model("smollm2", torch.float32, "cpu")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Waking a second thread takes longer than a tiny model's matrices."""

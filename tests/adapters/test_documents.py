@@ -35,7 +35,7 @@ def test_builtin_document_holds_its_fact_once_as_its_own_paragraph() -> None:
     fact = "One of the special magic numbers for Lima is: 12345."
     assert document.text.split("\n\n").count(fact) == 1
     assert document.text.count("12345") == 1
-    assert f"{document.begun_answer} {document.answer}." == fact
+    assert f"{document.begun_answer}{document.answer}." == fact
     assert document.question == "What is the special magic number for Lima?"
 
 
@@ -98,9 +98,9 @@ def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes, message:
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory; pass a readable text file$"):
+    with pytest.raises(ConfigError, match=r"No such file or directory; pass a readable text file$"):
         read_document(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="Is a directory; pass a readable text file$"):
+    with pytest.raises(ConfigError, match=r"Is a directory; pass a readable text file$"):
         read_document(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("secret")
     path.chmod(0)
-    with pytest.raises(ConfigError, match="Permission denied; pass a readable text file$"):
+    with pytest.raises(ConfigError, match=r"Permission denied; pass a readable text file$"):
         read_document(path)
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_without_a_chat_template_is_plain(
 
 @pytest.mark.parametrize("tokenizer", [PLAIN, CHAT], ids=["plain", "chat"])
 def test_a_prompt_of_nothing_is_refused(tokenizer: object) -> None:
-    with pytest.raises(ConfigError, match="both empty; pass at least a question$"):
+    with pytest.raises(ConfigError, match=r"both empty; pass at least a question$"):
         build_prompt(tokenizer, "", "")  # type: ignore[arg-type]
 
 

@@ -169,5 +169,6 @@ def test_an_offloaded_model_is_refused() -> None:
 def test_arguments_of_attention_that_cannot_be_expressed_are_refused(name: str) -> None:
     """The last line of defence against models that the checks at attaching do not know."""
     keys = torch.zeros(1, 2, 1, 16)
+    argument: dict[str, Any] = {name: torch.ones(2)}
     with pytest.raises(UnsupportedModelError, match="tierstore cannot express"):
-        attention_forward(torch.nn.Identity(), keys, keys, keys, None, **{name: torch.ones(2)})
+        attention_forward(torch.nn.Identity(), keys, keys, keys, None, **argument)

@@ -79,7 +79,9 @@ class Case:
 
     def expected(self) -> tuple[Floats, Floats]:
         query = exactly(self.query, self.dtype)
-        results = [attention(query[row], *self.row_tokens(row), self.scale) for row in range(self.rows)]
+        results = [
+            attention(query[row], *self.row_tokens(row), self.scale) for row in range(self.rows)
+        ]
         return np.stack([out for out, _ in results]), np.stack([lse for _, lse in results])
 
     def outputs(self, dtype: torch.dtype) -> tuple[Stored, npt.NDArray[np.float32]]:
@@ -93,10 +95,12 @@ class Case:
         if backend == "torch":
             reference.attend_blocks(
                 self.query, self.pool, self.shape, self.row_ptr, self.slots, self.valid,
-                self.strip_key, self.strip_value, self.strip_length, self.scale, out, lse, merge=merge,
+                self.strip_key, self.strip_value, self.strip_length, self.scale, out, lse,
+                merge=merge,
             )  # fmt: skip
             return
-        width = int(np.diff(self.row_ptr).max(initial=0)) * self.shape.tokens + self.strip_key.shape[1]
+        blocks = int(np.diff(self.row_ptr).max(initial=0))
+        width = blocks * self.shape.tokens + self.strip_key.shape[1]
         weights = np.full((*self.query.shape[:2], width), np.nan, np.float32)
         kernels.attend_blocks(
             self.query, self.pool, self.shape, self.row_ptr, self.slots, self.valid, self.strip_key,
@@ -121,7 +125,9 @@ def make_case(
     slots = random.permutation(n + 2)[:n].astype(np.int32)
     valid = random.integers(0, tokens + 1, n).astype(np.uint8)
     pool[slots, : tokens * key_dim] = random.standard_normal((n, tokens * key_dim))
-    pool[slots, offset : offset + tokens * value_dim] = random.standard_normal((n, tokens * value_dim))
+    pool[slots, offset : offset + tokens * value_dim] = random.standard_normal(
+        (n, tokens * value_dim)
+    )
     room = max(strip_length) + 1
     strip_key, strip_value = (np.full((rows, room, dim), np.nan) for dim in (key_dim, value_dim))
     for row, length in enumerate(strip_length):
@@ -227,7 +233,9 @@ def test_finite_garbage_behind_valid_tokens_changes_nothing(
     largest = stored(torch.finfo(dtype).max, dtype)
     for slot, valid in zip(case.slots, case.valid, strict=True):
         case.pool[slot, valid * 16 : 4 * 16] = largest
-        case.pool[slot, case.shape.value_offset + valid * 8 : case.shape.value_offset + 4 * 8] = largest
+        case.pool[slot, case.shape.value_offset + valid * 8 : case.shape.value_offset + 4 * 8] = (
+            largest
+        )
     with_garbage, lse_with_garbage = case.outputs(dtype)
 
     case.run(backend, with_garbage, lse_with_garbage)
@@ -242,7 +250,7 @@ def test_finite_garbage_behind_valid_tokens_changes_nothing(
 def test_huge_logits_pick_the_largest_and_do_not_overflow(
     backend: str, sign: float, dtype: torch.dtype
 ) -> None:
-    """Blocks have logits of 163,840 times `sign`, strips 131,072: the larger ones share all mass."""
+    """Logits are 163,840 times `sign` in blocks, 131,072 in strips: the larger share all mass."""
     case = replace(make_case((2, 4, 16, 8, dtype), [2, 1], [1, 3], seed=4), scale=1.0)
     first_channel = np.eye(1, 16)
     case.query[:] = stored(first_channel * 1024, dtype)
@@ -259,7 +267,7 @@ def test_huge_logits_pick_the_largest_and_do_not_overflow(
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[list[int], list[int], int, list[int], int]:
-    """Blocks and strip length of each row, passes, the pass of each block, and that of the strip."""
+    """Blocks and strip length of each row, passes, the pass of each block and of the strip."""
     blocks = draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
     strips = draw(st.lists(st.integers(0, 4), min_size=len(blocks), max_size=len(blocks)))
     passes = draw(st.integers(1, 5))
@@ -332,7 +340,7 @@ def test_one_slot_may_serve_several_rows_and_several_times_one_row() -> None:
 
 
 def test_views_of_larger_arrays_are_taken_as_they_are() -> None:
-    """The engine passes layers of a pool and strips cut from wider arrays: nothing may be copied."""
+    """The engine may pass strips and outputs that are cut from wider arrays."""
     case = make_case((3, 4, 64, 64, torch.float32), [2, 3], [3, 1], seed=7)
     wide = replace(
         case,
@@ -340,7 +348,10 @@ def test_views_of_larger_arrays_are_taken_as_they_are() -> None:
         strip_key=np.repeat(case.strip_key, 2, axis=1)[:, ::2],
         strip_value=np.repeat(case.strip_value, 2, axis=1)[:, ::2],
     )
-    out, lse = np.full((4, 3, 64), np.nan, np.float32)[::2], np.full((4, 3), np.nan, np.float32)[::2]
+    out, lse = (
+        np.full((4, 3, 64), np.nan, np.float32)[::2],
+        np.full((4, 3), np.nan, np.float32)[::2],
+    )
 
     wide.run("numba", out, lse)
 

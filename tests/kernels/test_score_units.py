@@ -70,7 +70,7 @@ def test_score_is_log_mass_of_one_token_of_the_unit(
     seed: int,
     spread: float,
 ) -> None:
-    """Places behind a row's units are NaN, sizes are whole numbers, and a third of the units is empty."""
+    """Places behind a row's units are NaN, and a third of the units is empty."""
     group, dim, dtype = shape
     random = np.random.default_rng(seed)
     rows, room, scale = len(units_of_row), max(units_of_row) + 1, spread * dim**-0.5

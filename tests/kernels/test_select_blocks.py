@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Tables:
-    """Scores [R, u] and the blocks of each unit, listed unit by unit, for each row or once for all."""
+    """Scores [R, u], and the blocks of each unit for each row or once for all."""
 
     scores: npt.NDArray[np.float32]
     counts: Ints
@@ -28,7 +28,7 @@ class Tables:
 
     @classmethod
     def of(cls, scores: list[list[float]], blocks: list[list[list[int]]]) -> Tables:
-        """Rows of scores; rows of the blocks of each unit. Spare places hold what must not be read."""
+        """Spare places hold what must not be read."""
         units = max(map(len, scores)) + 1
         width = max(sum(map(len, row)) for row in blocks) + 1
         table = cls(
@@ -48,9 +48,7 @@ class Tables:
             table.unit_blocks[row, : len(flat)] = flat
         return table
 
-    def select(
-        self, backend: str, budgets: list[int]
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    def select(self, backend: str, budgets: list[int]) -> tuple[list[list[int]], list[list[float]]]:
         """Selected ids and scores of each row."""
         total = sum(budgets)
         ids, scores = np.full(total, -1, np.int32), np.full(total, np.nan, np.float32)
@@ -75,9 +73,9 @@ class Tables:
 def best_blocks(
     scores: list[float], members: list[list[int]], budget: int
 ) -> tuple[list[int], list[float]]:
-    """The `budget` best of all (score, unit, place) triples; those at the cut stand last.
+    """The best of all (score, unit, place) triples; those at the cut stand last.
 
-    The cut is the lowest score that the budget reaches; that of all units, if it reaches beyond them.
+    The cut is the lowest score that the budget reaches; beyond all blocks, the lowest there is.
     """
     everything = sorted(
         (-score, unit, place)
@@ -85,8 +83,8 @@ def best_blocks(
         for place in range(len(members[unit]))
     )
     best = everything[:budget]
-    cut = -min(scores, default=0.0) if budget > len(everything) else max(best)[0] if best else 0.0
-    ordered = sorted(best, key=lambda triple: (triple[0] == cut, *triple[1:]))
+    cut = -best[-1][0] if 0 < budget <= len(everything) else min(scores, default=0.0)
+    ordered = sorted(best, key=lambda triple: (triple[0] == -cut, *triple[1:]))
     return [members[unit][place] for _, unit, place in ordered], [-s for s, _, _ in ordered]
 
 
@@ -121,7 +119,7 @@ def test_selection_is_the_best_blocks_in_a_fixed_order(
 
     expected = [best_blocks(*row) for row in zip(scores, blocks, budgets, strict=True)]
     assert ids == [row_ids for row_ids, _ in expected]
-    assert picked == [np.float32(row_scores).tolist() for _, row_scores in expected]
+    assert picked == [np.array(row_scores, np.float32).tolist() for _, row_scores in expected]
 
 
 @both_backends
@@ -170,7 +168,9 @@ def test_budget_of_nothing_and_rows_of_nothing_select_nothing(backend: str) -> N
     assert tables.select(backend, [0, 3, 1])[0] == [[], [], [5]]
 
 
-@pytest.mark.parametrize("arrangement", ["random", "ascending", "descending", "all equal", "two values"])
+@pytest.mark.parametrize(
+    "arrangement", ["random", "ascending", "descending", "all equal", "two values"]
+)
 def test_thousands_of_units_in_any_arrangement(arrangement: str) -> None:
     random = np.random.default_rng(0)
     units = 5_000

@@ -22,7 +22,7 @@ extents = hnp.arrays(
     hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=96),
     elements=st.integers(0, 255),
 )
-"""Blocks uint8 [n, nbytes]: mostly one repeated byte with a few others, as Hypothesis fills arrays."""
+"""Blocks uint8 [n, nbytes], mostly of one repeated byte with a few others."""
 
 
 class CodecTests(ABC):

@@ -3,4 +3,4 @@
 from hypothesis import HealthCheck, settings
 
 law = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors])
-"""Put above ``@given``: several classes may inherit the property, and its first example may compile."""
+"""Above ``@given``: several classes may inherit the property, and its first example may compile."""

@@ -45,7 +45,7 @@ class TierTests(ABC):
 
     @abstractmethod
     def make_tier(self, layout: BlockLayout, limit_bytes: int, folder: Path) -> Tier:
-        """A tier without slots that may occupy so many bytes; `folder` is empty and for its files."""
+        """A tier without slots that may occupy so many bytes; `folder` is for its files."""
 
     @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
     def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class DeviceTier(MemoryTier):
     """Blocks in the memory of the device that computes attention.
 
-    On a GPU arrays are CuPy's, which torch sees without a copy. Shrinking the slots there copies what
-    stays, and holds both for that moment.
+    On a GPU arrays are CuPy's, which torch sees without a copy. Shrinking the slots there copies
+    what stays, and holds both for that moment.
     """
 
     def __init__(

@@ -60,8 +60,7 @@ class MemoryTier(Tier):
         """Memory has nothing to sync."""
 
     def close(self) -> None:
-        self._slots = 0
-        self._view = self._view[:0]
+        self.resize(0)
 
     @property
     def is_addressable(self) -> bool:

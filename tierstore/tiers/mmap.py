@@ -25,8 +25,8 @@ _PAGE = mmap.PAGESIZE
 class MmapTier(Tier):
     """Blocks in a file that the kernel caches and writes back as it sees fit.
 
-    The file is scratch: it has no header and is created anew (0600, links not followed). Its blocks are
-    preallocated, so a full disk is an error of `resize` and never a SIGBUS later.
+    The file is scratch: it has no header and is created anew (0600, links not followed). Its blocks
+    are preallocated, so a full disk is an error of `resize` and never a SIGBUS later.
     """
 
     def __init__(
@@ -61,45 +61,49 @@ class MmapTier(Tier):
 
     @property
     def used_bytes(self) -> int:
-        return -(-self._slots * self.layout.block_bytes // _PAGE) * _PAGE
+        return self._file_bytes(self._slots)
+
+    def _file_bytes(self, slots: int) -> int:
+        return -(-slots * self.layout.block_bytes // _PAGE) * _PAGE
 
     def resize(self, slots: int) -> None:
-        if self._limit_bytes is not None and slots * self.layout.block_bytes > self._limit_bytes:
+        size = self._file_bytes(slots)
+        if self._limit_bytes is not None and size > self._limit_bytes:
             raise CapacityError(
-                f"{self.name}: {slots} blocks take {format_size(slots * self.layout.block_bytes)}, over the "
-                f"limit of {format_size(self._limit_bytes)}: raise the limit"
+                f"{self.name}: {slots} blocks take {format_size(size)}, over the limit of "
+                f"{format_size(self._limit_bytes)}: raise the limit"
             )
-        if slots > self._slots:
-            size = -(-slots * self.layout.block_bytes // _PAGE) * _PAGE
+        self._check_size()
+        if size > self.used_bytes:
             self._preallocate(size)
-            self._map_again(size)
-        elif slots == 0:
-            self._map = None
-            os.ftruncate(self._fd, 0)
-        self._slots = slots
-        self._view = self._view[:0]
-        if self._map is not None:
-            whole = np.frombuffer(self._map, np.uint8, slots * self.layout.block_bytes)
-            self._view = whole.reshape(slots, self.layout.block_bytes)
+        self._map_again(slots, size)
+        os.ftruncate(self._fd, size)
+
+    def _check_size(self) -> None:
+        found = os.fstat(self._fd).st_size
+        if found != self.used_bytes:
+            raise TierOfflineError(
+                f"{self.name}: {str(self.path)!r} has {found} bytes, expected {self.used_bytes}: "
+                "something else changed it"
+            )
 
     def _preallocate(self, size: int) -> None:
-        before = os.fstat(self._fd).st_size
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
-            os.ftruncate(self._fd, before)
+            os.ftruncate(self._fd, self.used_bytes)
             raise CapacityError(
                 f"{self.name}: cannot have {format_size(size)} in {str(self.path)!r} ({error.strerror}): "
                 "free disk space, choose another directory or lower the context"
             ) from error
 
-    def _map_again(self, size: int) -> None:
-        found = os.fstat(self._fd).st_size
-        if found < size:
-            raise TierOfflineError(
-                f"{self.name}: {str(self.path)!r} has {found} bytes, expected {size}: something else cut it"
-            )
-        self._map = mmap.mmap(self._fd, size)
+    def _map_again(self, slots: int, size: int) -> None:
+        self._map = mmap.mmap(self._fd, size) if size else None
+        self._slots = slots
+        self._view = np.empty((0, self.layout.block_bytes), np.uint8)
+        if self._map is not None:
+            whole = np.frombuffer(self._map, np.uint8, slots * self.layout.block_bytes)
+            self._view = whole.reshape(slots, self.layout.block_bytes)
 
     def read(
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.memory import Memory
+from tierstore.memory import HostBuffer, Memory
 from tierstore.sizes import parse_size
 from tierstore.tiers.memory import MemoryTier
 
@@ -18,17 +18,21 @@ class PinnedTier(MemoryTier):
     """Blocks in host memory. `is_pinned` says whether the pages are locked for the GPU's copy engine."""
 
     def __init__(self, layout: BlockLayout, limit: int | str, *, name: str = "dram") -> None:
-        memory = Memory(parse_size(limit, name), name)
-        super().__init__(layout, memory, name)
-        self.is_pinned = False
+        limit_bytes = parse_size(limit, name)
+        self._buffer = HostBuffer(limit_bytes, name)
+        super().__init__(layout, Memory(limit_bytes, name, slots=self._buffer), name)
         if torch.cuda.is_available():
-            status = torch.cuda.cudart().cudaHostRegister(
-                memory.slots.ctypes.data, memory.limit_bytes, 0
-            )
-            self.is_pinned = int(status) == 0
+            address = self._buffer.array.ctypes.data
+            status = torch.cuda.cudart().cudaHostRegister(address, limit_bytes, 0)
+            self._buffer.is_locked = int(status) == 0
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the pages are locked."""
+        return self._buffer.is_locked
 
     def close(self) -> None:
         if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.slots.ctypes.data)
-            self.is_pinned = False
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.array.ctypes.data)
+            self._buffer.is_locked = False
         super().close()

@@ -1,0 +1,82 @@
+"""The part of ``tierstore generate`` that needs a model, and so takes seconds to import."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.adapters.cli.json_file import write_json
+from tierstore.adapters.cli.outcome import Outcome
+from tierstore.adapters.cli.screen import Screen, visible, waiting
+from tierstore.adapters.cli.summary import print_summary
+from tierstore.adapters.documents import Document, build_prompt, builtin_document
+from tierstore.adapters.generate import TierOptions, check_length, compare, end_tokens, generate
+from tierstore.adapters.models import LoadedModel, load_model
+from tierstore.adapters.presets import preset_named
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tierstore.adapters.generate import Generation, Result
+
+
+def ask(options: argparse.Namespace, document: Document | None) -> None:
+    """Generate as `options` say, from the built-in document where there is no other, and report."""
+    preset_named(options.preset)
+    with waiting(f"loading {options.model}"):
+        loaded = load_model(options.model, getattr(torch, options.dtype), options.device)
+    tokenizer, ends = loaded.tokenizer, end_tokens(loaded.model)
+    document = document or builtin_document(tokenizer)
+    if options.question is not None:
+        document = Document(document.text, options.question)
+    prompt = build_prompt(tokenizer, document.text, document.question, document.begun_answer)
+    check_length(loaded.model, len(prompt), options.max_new_tokens)
+    print(visible(document.question), end="\n\n", flush=True)
+    with Screen(tokenizer, document.begun_answer, ends, options.max_new_tokens) as screen:
+        work = compare if options.compare else generate
+        result = work(loaded.model, prompt, options.max_new_tokens, _tiers(options), screen)
+    outcome = _outcome(loaded, options.dtype, document, result)
+    print_summary(outcome)
+    if options.json is not None:
+        write_json(options.json, outcome.to_dict())
+
+
+def _tiers(options: argparse.Namespace) -> TierOptions:
+    return TierOptions(
+        preset=options.preset,
+        budget=options.budget,
+        fast=options.fast,
+        dram=options.dram,
+        disk=options.disk,
+        keep=options.keep,
+        window=options.window,
+    )
+
+
+def _outcome(loaded: LoadedModel, dtype: str, document: Document, result: Result) -> Outcome:
+    comparison = result.comparison
+    return Outcome(
+        model=loaded.name,
+        device=_name(loaded.model.device),
+        dtype=dtype,
+        document=document,
+        result=result,
+        answer=_answer(loaded, result.generation),
+        full_answer=None if comparison is None else _answer(loaded, comparison.full),
+    )
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+def _answer(loaded: LoadedModel, generation: Generation) -> str:
+    ends = end_tokens(loaded.model)
+    tokens = list(takewhile(lambda token: token not in ends, generation.tokens))
+    text = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,34 @@
+"""The caches that decoding is measured with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.adapters.generate import TierOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FLOOR_TOKENS = 64
+
+CACHES = {
+    "floor": f"DynamicCache at {FLOOR_TOKENS} tokens of context: hardly any attention",
+    "dynamic": "transformers' DynamicCache and its scaled_dot_product_attention",
+    "full": "preset full, all in DRAM: full attention by our kernels",
+    "kvdrive": "preset kvdrive, all in DRAM",
+    "half": "preset kvdrive, DRAM limited to half the size of keys and values, all of them on disk",
+    "demo": "preset kvdrive, 16 MiB of fast tier, 64 MiB of DRAM, all on disk",
+}
+
+
+def tier_options(kv: int, disk: str | Path) -> dict[str, TierOptions | None]:
+    """The tiers of each cache for `kv` bytes of keys and values; None for transformers' own."""
+    ample = 3 * kv + (64 << 20)
+    return {
+        "floor": None,
+        "dynamic": None,
+        "full": TierOptions("full", dram=ample),
+        "kvdrive": TierOptions("kvdrive", dram=ample),
+        "half": TierOptions("kvdrive", dram=kv // 2, disk=disk),
+        "demo": TierOptions("kvdrive", fast="16MiB", dram="64MiB", disk=disk),
+    }

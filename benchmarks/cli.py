@@ -1,0 +1,109 @@
+"""``tierstore bench``: the benchmarks by name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierstore.adapters.cli.json_file import check_target, write_json
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from tierstore.adapters.cli import Subparsers
+    from tierstore.benchmarks.findings import Findings
+
+
+class Benchmark(NamedTuple):
+    """What a benchmark measures, and which options it takes.
+
+    Its module, ``tierstore.benchmarks.NAME``, has a function ``run(say, **options)`` that returns
+    `Findings`; `say` is told about progress.
+    """
+
+    summary: str
+    options: frozenset[str]
+
+
+BENCHMARKS = {
+    "decode": Benchmark(
+        "decode and prefill of the demo model against transformers' DynamicCache",
+        frozenset({"repeat", "tokens", "disk"}),
+    ),
+    "attention": Benchmark(
+        "a step of sparse attention at Llama-3-8B sizes against full attention",
+        frozenset({"repeat", "tokens", "layers"}),
+    ),
+    "quality": Benchmark(
+        "how far sparse attention is from full attention, and whether it finds planted facts",
+        frozenset({"tokens"}),
+    ),
+}
+_OPTIONS = ("repeat", "tokens", "layers", "disk")
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Add ``bench`` to the `tierstore` command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure against named baselines on this machine",
+        description="Run one benchmark, or without a name list them. They take minutes and want an "
+        "otherwise idle machine.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("name", nargs="?", choices=BENCHMARKS, metavar="NAME", help="which one")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything that was measured to a file"
+    )
+    parser.add_argument("--repeat", type=int, metavar="N", help="paired rounds (decode, attention)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of context")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model (attention)")
+    parser.add_argument(
+        "--disk",
+        metavar="DIR",
+        help="where the disk tier lies (decode); default: the directory for temporary files",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check the arguments; then run the benchmark and report."""
+    if arguments.name is None:
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name:<11}{benchmark.summary}")
+        return
+    options = _checked_options(arguments)
+    if arguments.json is not None:
+        check_target(arguments.json)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    measure: Callable[..., Findings] = _module_run(arguments.name)
+    findings = measure(_say, **options)
+    findings.print()
+    if arguments.json is not None:
+        write_json(arguments.json, findings.to_dict())
+
+
+def _checked_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The options that were given; ConfigError where one is wrong or means nothing."""
+    given = {name: getattr(arguments, name) for name in _OPTIONS}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in BENCHMARKS[arguments.name].options:
+            able = ", ".join(key for key, each in BENCHMARKS.items() if name in each.options)
+            raise ConfigError(f"--{name}: means nothing to {arguments.name}, only to {able}")
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name}={value}: expected at least 1")
+    return given
+
+
+def _module_run(name: str) -> Callable[..., Findings]:
+    function: Callable[..., Findings] = importlib.import_module(f"{__package__}.{name}").run
+    return function
+
+
+def _say(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)

@@ -1,0 +1,79 @@
+"""What the benchmarks on a language model share: its text, its caches, one step."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CHARACTERS_PER_TOKEN = 8  # more than real text has
+
+
+def real_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[int]:
+    """The first tokens of `pydoc_data.topics`: the same for everyone with the same Python version.
+
+    ConfigError if it has fewer.
+    """
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics.values())[: _CHARACTERS_PER_TOKEN * tokens]
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)[:tokens]
+    if len(ids) < tokens:
+        raise ConfigError(
+            f"tokens: the text has {len(ids):,}, and {tokens:,} are needed; ask for fewer"
+        )
+    return ids
+
+
+def check_window(model: PreTrainedModel, tokens: int) -> None:
+    """ConfigError where the model cannot read so many tokens."""
+    limit = model.config.get_text_config().max_position_embeddings
+    if tokens > limit:
+        raise ConfigError(
+            f"tokens: {tokens:,} are needed, with those that are decoded, and the model reads at "
+            f"most {limit:,}; ask for fewer"
+        )
+
+
+def kv_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    from tierstore.adapters.transformers import geometry_of
+
+    shape = geometry_of(model)
+    width = shape.head_dim + shape.value_size
+    return tokens * shape.layers * shape.kv_heads * width * shape.dtype.itemsize
+
+
+def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model over the same weights, so that each of several caches can have one attached."""
+    tensors = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def own_cache(model: PreTrainedModel) -> dict[str, object]:
+    """A new `DynamicCache` of transformers, as the model's keyword argument."""
+    from transformers import DynamicCache
+
+    from tierstore.adapters.transformers.profile import profile_of
+
+    profile = profile_of(model)
+    return {profile.keyword: DynamicCache(config=profile.decoder.config)}
+
+
+@torch.inference_mode()
+def next_logits(
+    model: PreTrainedModel, tokens: Sequence[int], cache: Mapping[str, object]
+) -> torch.Tensor:
+    """Logits [vocabulary] of what comes after `tokens`, which come after what `cache` holds."""
+    ids = torch.tensor([tokens], device=model.device)
+    logits: torch.Tensor = model(input_ids=ids, **cache, use_cache=True, logits_to_keep=1).logits
+    return logits[0, -1]
