@@ -22,6 +22,7 @@ export HYPOTHESIS_PROFILE
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
+	@mkdir -p build
 	$(BIN)/tierstore generate --document builtin --question builtin --budget 6.25% \
 		--fast 16MiB --dram 64MiB --disk build/demo-kv --compare
 

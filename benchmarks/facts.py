@@ -67,7 +67,7 @@ def answers(
                 while len(new) < _ANSWER_TOKENS:
                     new.append(int(next_logits(loaded.model, new[-1:], cache.kwargs).argmax()))
                 cache.crop(1 - len(new))
-                found[name].append(Answer(fact, loaded.tokenizer.decode(new)))
+                found[name].append(Answer(fact, str(loaded.tokenizer.decode(new))))
             right = [name for name in SYSTEMS if found[name][-1].is_right]
             say(f"fact about {fact.city}: found by {', '.join(right) or 'none'}")
     return found

@@ -26,7 +26,7 @@ def real_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[int]:
     from pydoc_data.topics import topics
 
     text = "\n".join(topics.values())[: _CHARACTERS_PER_TOKEN * tokens]
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)[:tokens]
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)[:tokens]
     if len(ids) < tokens:
         raise ConfigError(
             f"tokens: the text has {len(ids):,}, and {tokens:,} are needed; ask for fewer"

@@ -13,8 +13,9 @@ class Lookahead(RankedPolicy):
 
     Parameters
     ----------
-    pool: with a candidate pool of M blocks, residents among the M best-scored blocks of their row stay,
-        and the others leave first, in order of recency. None uses the scores of all blocks, which measures better.
+    pool: with a candidate pool of M blocks, residents outside the M best-scored blocks of their row
+        leave first, the least recently used before others. None ranks all residents by their scores
+        alone, which measures better.
     """
 
     def __init__(self, pool: int | None = None) -> None:

@@ -20,7 +20,7 @@ Rank = npt.NDArray[Any]
 
 
 class BlockStats:
-    """What is known about the residents that a policy ranks; each piece is computed when first asked for.
+    """What is known about the residents that a policy ranks; computed when first asked for.
 
     handles: int32 [n]. step: number of the running step. last_used: int64 [n], -1 never.
     space: says which segment a handle belongs to.
@@ -41,8 +41,10 @@ class BlockStats:
         everything = self.demand.access.everything
         out: Scores = np.full(len(self.handles), -np.inf, np.float32)
         if everything is not None:
-            tables.gather_scores(self.handles, self.space.owner_segment, self.space.owner_index,
-                                 self._row_of, everything.unit_of, everything.unit_scores, out)  # fmt: skip
+            tables.gather_scores(
+                self.handles, self.space.owner_segment, self.space.owner_index, self._row_of,
+                everything.unit_of, everything.unit_scores, out,
+            )  # fmt: skip
         return out
 
     def best_of_row(self, count: int) -> Scores:
@@ -102,12 +104,14 @@ class RankedPolicy(EvictionPolicy):
         stats = BlockStats(demand, self._space, self._last_used.array[demand.residents])
         picks: Ids = np.empty(int(demand.need.sum()), np.int32)
         order: Ids = np.empty(len(demand.residents), np.int32)
-        found = tables.lowest(self.rank(stats), self.tie(stats), demand.eligible, demand.row_ptr, demand.need,
-                              order, picks)  # fmt: skip
+        found = tables.lowest(
+            self.rank(stats), self.tie(stats), demand.eligible, demand.row_ptr, demand.need,
+            order, picks,
+        )  # fmt: skip
         if found < 0:
             row = -found - 1
             raise PolicyError(
-                f"{type(self).__name__}: domain {demand.domains[row]} should give up {demand.need[row]} blocks, "
-                "but fewer may leave"
+                f"{type(self).__name__}: domain {demand.domains[row]} should give up "
+                f"{demand.need[row]} blocks, but fewer may leave"
             )
         return demand.residents[picks]

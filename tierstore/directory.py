@@ -79,6 +79,12 @@ class HandleSpace:
         self._reserve_chunks(segments * -(-blocks_each // CHUNK))
         self._reserve_index(-(-blocks_each // CHUNK))
 
+    def reserve_blocks(self, segments: Ids, count: int) -> None:
+        """Make room now for `count` more blocks of each of `segments`."""
+        chunks = -(-(self.blocks[segments] + count) // CHUNK)
+        self._reserve_index(int(chunks.max(initial=0)))
+        self._reserve_chunks(int((chunks - -(-self.blocks[segments] // CHUNK)).sum()))
+
     def open(self, count: int) -> Ids:
         """Numbers of `count` new, empty segments."""
         self._reserve_segments(count)
@@ -86,20 +92,17 @@ class HandleSpace:
 
     def extend(self, segments: Ids, count: int) -> Ids:
         """Handles [len(segments), count] of new blocks at the end of each segment."""
-        after = self.blocks[segments] + count
-        missing = -(-after // CHUNK) - -(-self.blocks[segments] // CHUNK)
-        self._reserve_index(int((-(-after // CHUNK)).max(initial=0)))
-        self._reserve_chunks(int(missing.sum()))
-        for segment, more in zip(segments.tolist(), missing.tolist(), strict=True):
-            have = -(-int(self.blocks[segment]) // CHUNK)
-            for index in range(have, have + more):
+        self.reserve_blocks(segments, count)
+        for segment in segments.tolist():
+            have = int(self.blocks[segment])
+            for index in range(-(-have // CHUNK), -(-(have + count) // CHUNK)):
                 chunk = self._free_chunks.pop()
                 self.chunks[segment, index] = chunk
                 self.owner_segment[chunk], self.owner_index[chunk] = segment, index
                 for column in self._columns:
                     column.array[chunk * CHUNK : (chunk + 1) * CHUNK] = column.fill
         new = self.blocks[segments][:, None] + np.arange(count, dtype=np.int32)
-        self.blocks[segments] = after
+        self.blocks[segments] += count
         return self.handles_of(segments, new.astype(np.int32))
 
     def handles_of(self, segments: Ids, blocks: Ids) -> Ids:
@@ -114,7 +117,8 @@ class HandleSpace:
         return self.handles_of(np.array([segment], np.int32), blocks)[0]
 
     def truncate(self, segment: int, blocks: int) -> None:
-        """Let `segment` end after so many blocks; chunks no longer needed become free."""
+        """Let `segment` end after so many blocks at most; chunks no longer needed become free."""
+        blocks = min(blocks, int(self.blocks[segment]))
         for index in range(-(-blocks // CHUNK), -(-int(self.blocks[segment]) // CHUNK)):
             chunk = int(self.chunks[segment, index])
             self.owner_segment[chunk] = -1
@@ -146,7 +150,7 @@ class HandleSpace:
     def _reserve_chunks(self, count: int) -> None:
         short = count - len(self._free_chunks)
         if short > 0:
-            have = len(self.owner_segment)
+            have = len(self.owner_index)
             want = have + max(short, have // 8)
             for column in self._columns:
                 column.grow(want * CHUNK)
@@ -190,8 +194,8 @@ class Residency:
         if len(segments) and int(segments.max()) >= len(self.domain_of):
             want = max(int(segments.max()) + 1, len(self._space.blocks))
             self.domain_of = self._memory.grow(self.domain_of, (want,), "directory", fill=-1)
-        if len(domains) and int(domains.max()) >= len(self.counts):
-            want = max(int(domains.max()) + 1, len(self.counts) + len(self.counts) // 4)
+        if len(domains) and int(domains.max()) >= len(self.quota):
+            want = max(int(domains.max()) + 1, len(self.quota) + len(self.quota) // 4)
             self.members = self._memory.grow(
                 self.members, (want, self.members.shape[1]), "directory"
             )
@@ -201,16 +205,14 @@ class Residency:
 
     def unassign(self, segments: Ids) -> None:
         """Take empty segments out of their domains; a domain without segments has no quota."""
+        segments = segments[segments < len(self.domain_of)]
         domains = self.domain_of[segments]
         self.domain_of[segments] = -1
         self.quota[np.setdiff1d(domains, self.domain_of)] = 0
 
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
-        """Most blocks each of `domains` may hold; a domain over its new quota keeps its blocks for now."""
+        """Most blocks each of `domains` may hold, reserved before, and no less than it holds."""
         self.quota[domains] = blocks
-        want = int(max(self.quota.max(), self.counts.max()))
-        if want > self.members.shape[1]:
-            self.members = self._memory.grow(self.members, (len(self.counts), want), "directory")
 
     def domains(self, handles: Ids) -> Ids:
         """The domain that each handle counts to."""
@@ -249,10 +251,11 @@ class Residency:
         tables.collect(domains, self.members, self.counts, row_ptr, residents)
         return row_ptr, residents
 
-    def reserve(self, slots: int) -> None:
-        """Make room for tables of so many slots."""
-        if slots > len(self.handle_of):
-            self.handle_of = self._memory.grow(self.handle_of, (slots,), "directory", fill=-1)
+    def reserve(self, slots: int, quota: int) -> None:
+        """Make room for tables of so many slots, and of domains with so many blocks each."""
+        self.handle_of = self._memory.grow(self.handle_of, (slots,), "directory", fill=-1)
+        shape = (len(self.members), quota)
+        self.members = self._memory.grow(self.members, shape, "directory")
 
     def resize(self, slots: int) -> None:
         """Have `slots` slots, reserved before; those that go must be free."""

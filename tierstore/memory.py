@@ -146,7 +146,10 @@ class Memory:
         self._taken_bytes -= array.nbytes
 
     def grow(self, array: Array, shape: tuple[int, ...], purpose: str, fill: float = 0) -> Array:
-        """A larger array with `array` in its low corner and `fill` elsewhere; `array` is given back."""
+        """`array` with at least that shape: in the low corner of a larger one, `fill` elsewhere."""
+        shape = tuple(map(max, shape, array.shape))
+        if shape == array.shape:
+            return array
         larger = self.take(shape, array.dtype, purpose)
         if fill:
             larger.fill(fill)

@@ -51,7 +51,8 @@ class Visit:
 class BlockStore:
     """Segments of blocks over a chain of one to many tiers.
 
-    Methods may be called from several threads; they run one after the other.
+    Methods may be called from several threads; they run one after the other. While the caller is in
+    a visit, it may only look: `residents`, `read` and `lease`. All else is a ConfigError.
 
     Parameters
     ----------
@@ -79,6 +80,7 @@ class BlockStore:
         self._lock = threading.RLock()
         self._moves = Transfers(layout, tiers, policies, self.space, self.metrics)
         self._leased = 0
+        self._is_visiting = False
         self.space.reserve(segments, blocks_each)
         for level, tier in enumerate(self.tiers):
             if tier.memory is not None:
@@ -103,26 +105,40 @@ class BlockStore:
         Each is a domain of its own in the top tier, numbered like it, unless `domains` gives one
         for each. In every other tier all segments share one domain.
         """
-        with self._lock:
+        with self._changing():
             segments = self.space.open(count)
-            for level, residency in enumerate(self._moves.residency):
-                shared = level > 0 or level == self.backing
-                own = segments if domains is None else domains
-                residency.assign(segments, np.zeros_like(segments) if shared else own)
+            own = segments if domains is None else domains
+            try:
+                for level, residency in enumerate(self._moves.residency):
+                    shared = self._is_shared(level)
+                    residency.assign(segments, np.zeros_like(segments) if shared else own)
+            except CapacityError:
+                self._close(segments)
+                raise
             return segments
 
+    def _is_shared(self, level: int) -> bool:
+        """Whether all segments are one domain in a tier."""
+        return level > 0 or level == self.backing
+
+    def _close(self, segments: Ids) -> None:
+        if not self._is_shared(0):
+            self._moves.residency[0].unassign(segments)
+        for segment in segments.tolist():
+            self.space.close(segment)
+
     def drop(self, segments: Ids) -> None:
-        """Forget segments and all their blocks. CapacityError, and no change, if a block is leased."""
-        with self._lock:
+        """Forget segments and all their blocks; a domain without segments loses its quota.
+
+        CapacityError, and no change, if a block is leased.
+        """
+        with self._changing():
             self.truncate(segments, 0)
-            for residency in self._moves.residency:
-                residency.unassign(segments)
-            for segment in segments.tolist():
-                self.space.close(segment)
+            self._close(segments)
 
     def truncate(self, segments: Ids, blocks: int) -> None:
         """Forget blocks from number `blocks` on. CapacityError, and no change, if one is leased."""
-        with self._lock:
+        with self._changing():
             gone = [self.space.all_handles(segment, blocks) for segment in segments.tolist()]
             handles = np.concatenate(gone) if gone else np.empty(0, np.int32)
             if (self._moves.leases.array[handles] > 0).any():
@@ -133,7 +149,7 @@ class BlockStore:
 
     def duplicate(self, segments: Ids, copies: Ids) -> None:
         """Append the blocks of each segment to ``copies[i]``; the bytes go to the backing tier."""
-        with self._lock:
+        with self._changing():
             for source, target in zip(segments.tolist(), copies.tolist(), strict=True):
                 handles = self.space.all_handles(source)
                 data: Bytes = np.empty((1, len(handles), self.layout.block_bytes), np.uint8)
@@ -154,43 +170,58 @@ class BlockStore:
         return tier.capacity + max(0, room // (size + TABLE_BYTES_PER_SLOT))
 
     def resize(self, level: int, slots: int) -> None:
-        """Give tier `level` so many slots; what stands in slots that go is evicted to the next tier."""
-        with self._lock:
+        """Give tier `level` so many slots; what stands in slots that go is evicted to the next tier.
+
+        Quotas of the top tier shrink with it, in proportion. CapacityError if the slots do not fit,
+        or if leased blocks, or blocks that only the backing tier has, are in the way.
+        """
+        with self._changing():
             residency, tier = self._moves.residency[level], self.tiers[level]
-            if slots >= residency.slots:
-                residency.reserve(slots)
-                tier.resize(slots)
+            if slots < residency.slots:
+                self._clear_slots(level, slots)
                 residency.resize(slots)
+                tier.resize(slots)
             else:
-                leaving = residency.above(slots)
-                if level == self.backing and len(leaving):
-                    raise CapacityError(
-                        f"{tier.name}: {len(leaving)} blocks would be lost: drop segments first"
-                    )
-                if (self._moves.leases.array[leaving] > 0).any():
-                    raise CapacityError(
-                        f"{tier.name}: leased blocks are in the way: release them first"
-                    )
-                self._moves.evict(level, leaving)
-                residency.resize(slots)
+                residency.reserve(slots, slots if self._is_shared(level) else 0)
                 tier.resize(slots)
-            if level > 0 or level == self.backing:
+                residency.resize(slots)
+            if self._is_shared(level):
                 residency.set_quota(_ONE_DOMAIN, np.array([slots], np.int64))
-            elif residency.quota.sum() > slots:
-                domains = np.flatnonzero(residency.quota).astype(np.int32)
-                self.set_quota(domains, residency.quota[domains] * slots // residency.quota.sum())
+
+    def _clear_slots(self, level: int, slots: int) -> None:
+        """Evict until a tier can do with its first `slots` slots."""
+        residency, tier = self._moves.residency[level], self.tiers[level]
+        leaving = residency.above(slots)
+        if level == self.backing and len(leaving):
+            raise CapacityError(
+                f"{tier.name}: {len(leaving)} blocks would be lost: drop segments first"
+            )
+        if (self._moves.leases.array[leaving] > 0).any():
+            raise CapacityError(f"{tier.name}: leased blocks are in the way: release them first")
+        if not self._is_shared(level) and residency.quota.sum() > slots:
+            domains = np.flatnonzero(residency.quota).astype(np.int32)
+            quota, least = residency.quota[domains], int(slots >= len(domains))
+            rest = slots - least * len(domains)
+            self.set_quota(domains, least + (quota - least) * rest // (quota - least).sum())
+        self._moves.evict(level, residency.above(slots))
 
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks that each top-tier domain may hold; what exceeds a smaller quota is evicted.
 
-        ConfigError if all quotas together exceed the top tier's slots.
+        ConfigError if all quotas together exceed the top tier's slots, CapacityError if more blocks
+        of a domain are leased than its quota: then nothing has changed.
         """
-        with self._lock:
+        with self._changing():
             top = self._moves.residency[0]
+            top.reserve(0, int(blocks.max(initial=0)))
             total = int(top.quota.sum() - top.quota[domains].sum() + blocks.sum())
             if total > top.slots:
                 raise ConfigError(
                     f"quotas of {total} blocks: expected at most {top.slots}, the top tier's slots"
+                )
+            if (self._leased_in(domains)[domains] > blocks).any():
+                raise CapacityError(
+                    f"{self.tiers[0].name}: leased blocks are in the way: release them first"
                 )
             over = np.maximum(top.counts[domains] - blocks, 0).astype(np.int64)
             if over.any():
@@ -200,18 +231,26 @@ class BlockStore:
             top.set_quota(domains, blocks)
 
     def _pressure_on(self, level: int) -> Callable[[int], None]:
-        """Shrink a tier's slots when other data of its memory needs the room."""
+        """Shrinks a tier's slots when other data of its memory needs the room."""
 
         def shrink(nbytes: int) -> None:
             memory, residency = self.tiers[level].memory, self._moves.residency[level]
             assert memory is not None
             slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
             least = int(np.count_nonzero(residency.quota)) if level < self.backing else 0
-            holds_all = level == self.backing
-            if slots >= least and not (holds_all and len(residency.above(slots))):
+            is_full = level == self.backing and len(residency.above(slots)) > 0
+            if slots >= least and not is_full and not self._is_visiting:
                 self.resize(level, slots)
 
         return shrink
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The lock, for calls that may move blocks."""
+        with self._lock:
+            if self._is_visiting:
+                raise ConfigError("the caller is in a visit: finish or close it first")
+            yield
 
     # Writing
 
@@ -230,12 +269,13 @@ class BlockStore:
 
         Returns
         -------
-        Handles int32 [S, n]. CapacityError, and no change, if the backing tier is full; an OSError of
-        a tier passes through, and the segments are as before.
+        Handles int32 [S, n]. CapacityError if the backing tier is full; PolicyError, and an OSError
+        of a tier, pass through. Then the segments are as before.
         """
-        with self._lock:
+        with self._changing():
             moves, count = self._moves, blocks.shape[1]
             total = len(segments) * count
+            self.space.reserve_blocks(segments, count)
             self._ensure_backing(total)
             handles = self.space.extend(segments, count)
             flat, rows = handles.reshape(-1), np.arange(total, dtype=np.int32)
@@ -243,19 +283,25 @@ class BlockStore:
             moves.valid.array[flat] = self.layout.tokens if valid is None else valid.reshape(-1)
             try:
                 moves.write(self.backing, flat, data, rows)
-            except OSError:
+                self._settle(flat, data, rows, home)
+            except Exception:
+                moves.forget(flat)
                 for segment in segments.tolist():
                     self.space.truncate(segment, int(self.space.blocks[segment]) - count)
                 raise
-            for level in range(self.backing):
-                if home is not None:
-                    chosen = np.flatnonzero(home.reshape(-1) == level)
-                    moves.cache(level, flat[chosen], data, rows[chosen])
-                elif level == self.backing - 1:
-                    moves.step += 1
-                    moves.make_room(level, flat, moves.idle_access())
-                    moves.cache(level, flat, data, rows)
             return handles
+
+    def _settle(self, handles: Ids, data: Bytes, rows: Ids, home: Bytes | None) -> None:
+        """Copy new blocks to their homes above the backing tier; see `append`."""
+        moves, next_to_backing = self._moves, self.backing - 1
+        if home is not None:
+            for level in range(self.backing):
+                chosen = np.flatnonzero(home.reshape(-1) == level)
+                moves.cache(level, handles[chosen], data, rows[chosen])
+        elif self.backing > 0:
+            moves.step += 1
+            moves.make_room(next_to_backing, handles, moves.idle_access())
+            moves.cache(next_to_backing, handles, data, rows)
 
     def _ensure_backing(self, blocks: int) -> None:
         residency, tier = self._moves.residency[self.backing], self.tiers[self.backing]
@@ -278,9 +324,11 @@ class BlockStore:
         """Bring the selected blocks of each row into the top tier, and yield them.
 
         Usually once. A selection larger than its domain comes in several visits that together hold
-        each block once. Blocks of a visit stay in place until the next visit is asked for.
+        each block once. While a visit lasts, the top tier stays as it is. CapacityError if a domain
+        has no room for a single block.
+        Requires: no block is selected twice.
         """
-        with self._lock:
+        with self._changing():
             moves, n = self._moves, len(selection.ids)
             moves.step += 1
             top = moves.residency[0]
@@ -290,44 +338,56 @@ class BlockStore:
                 self.space.chunks, segments, selection.row_ptr, selection.ids, top.slot_of.array,
                 moves.valid.array, moves.last_used.array, moves.step, handles, slots, valid,
             )  # fmt: skip
-            self.metrics.tiers[0].hits += n - misses
             access = Access(
                 selection.row_ptr, handles, selection.scores, moves.step, selection.everything
             )
             if self.backing > 0:
                 moves.policies[0].on_access(access)
             if misses == 0:
-                yield Visit(selection.row_ptr, slots, valid, handles)
+                self.metrics.tiers[0].hits += n
+                yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))
                 return
             for row_ptr, chosen in self._passes(selection.row_ptr, handles, slots):
                 part = handles if chosen is None else handles[chosen]
                 moves.fetch(part, access)
                 counts = valid if chosen is None else valid[chosen]
-                yield Visit(row_ptr, top.slot_of.array[part], counts, part, chosen is None)
+                at = top.slot_of.array[part]
+                yield from self._hold(Visit(row_ptr, at, counts, part, chosen is None))
+
+    def _hold(self, visit: Visit) -> Iterator[Visit]:
+        """Let nothing change while the caller uses a visit."""
+        self._is_visiting = True
+        try:
+            yield visit
+        finally:
+            self._is_visiting = False
 
     def _passes(
         self, row_ptr: Pointers, handles: Ids, slots: Ids
     ) -> Iterator[tuple[Pointers, Ids | None]]:
-        """Split a selection so that each part fits its domains, residents first; None means all of it.
+        """Split a selection so that each part fits its domains; None means all of it.
 
-        The blocks of a part are stamped with a step of their own, which protects just them.
+        Leased blocks come in the first part, since they stay; then residents. The blocks of a part
+        are stamped with a step of their own, which protects just them.
         """
         top, moves = self._moves.residency[0], self._moves
-        domains = top.domains(handles)
-        wanted = np.bincount(domains, minlength=len(top.counts))
-        room = top.quota - self._leased_elsewhere(domains)
-        if (wanted <= room).all():
+        domains, stays = top.domains(handles), moves.leases.array[handles] > 0
+        n = len(top.counts)
+        held = self._leased_in(domains) + np.bincount(domains[stays & (slots < 0)], minlength=n)
+        wanted, room = np.bincount(domains[~stays], minlength=n), top.quota - held
+        if (wanted <= room)[domains].all():
             yield row_ptr, None
             return
-        if (room[domains] < 1).any():
+        if (room < np.minimum(wanted, 1))[domains].any():
             raise CapacityError(
                 f"{self.tiers[0].name}: a domain of the selection has room for no block at all: "
                 "raise the limit or release leases"
             )
-        order = np.lexsort((slots < 0, domains))
+        others = np.flatnonzero(~stays)
+        order = others[np.lexsort((slots[others] < 0, domains[others]))]
         starts = np.concatenate([[0], np.cumsum(wanted)])[domains[order]]
-        number = np.empty(len(handles), np.int64)
-        number[order] = (np.arange(len(handles)) - starts) // room[domains[order]]
+        number = np.zeros(len(handles), np.int64)
+        number[order] = (np.arange(len(order)) - starts) // room[domains[order]]
         rows = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
         for part in range(int(number.max()) + 1):
             chosen = np.flatnonzero(number == part).astype(np.int32)
@@ -336,14 +396,13 @@ class BlockStore:
             counts = np.bincount(rows[chosen], minlength=len(row_ptr) - 1)
             yield np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), chosen
 
-    def _leased_elsewhere(self, domains: Ids) -> Pointers:
-        """Leased residents of each domain that the running step did not select."""
-        moves, top = self._moves, self._moves.residency[0]
+    def _leased_in(self, domains: Ids) -> Pointers:
+        """Leased residents of the top tier, for each domain; only those of `domains` are counted."""
+        top = self._moves.residency[0]
         leased: Pointers = np.zeros(len(top.counts), np.int64)
         if self._leased:
             _, residents = top.collect(np.unique(domains).astype(np.int32))
-            idle = moves.last_used.array[residents] != moves.step
-            held = residents[(moves.leases.array[residents] > 0) & idle]
+            held = residents[self._moves.leases.array[residents] > 0]
             np.add.at(leased, top.domains(held), 1)
         return leased
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,8 +78,8 @@ class Transfers:
         if level < self.backing:
             self._touch(level, handles)
 
-    def cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> None:
-        """`write` those blocks, in order, that their domains in a tier have room for."""
+    def cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> int:
+        """`write` those blocks, in order, that their domains have room for; returns how many."""
         residency = self.residency[level]
         fits: Ids = np.empty(len(handles), np.int32)
         taken = np.zeros(len(residency.counts), np.int64)
@@ -91,6 +92,7 @@ class Transfers:
             fits,
         )
         self.write(level, handles[fits[:n]], data, rows[fits[:n]])
+        return int(n)
 
     def fetch(self, handles: Ids, access: Access) -> None:
         """Bring those of `handles` that the top tier lacks there, each from the first that has it.
@@ -107,29 +109,31 @@ class Transfers:
             top.return_slots(slots)
             raise
         top.install(missing, slots)
+        self.metrics.tiers[0].hits += len(handles) - len(missing)
         self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
 
     def read(self, handles: Ids, out: Bytes, rows: Ids | None = None, first: int = 0) -> None:
-        """Blocks into ``out[rows]``, each from the first tier that has it, starting at tier `first`."""
+        """Blocks into ``out[rows]``, each from the first tier that has it, starting at tier `first`.
+
+        Also with an error, no transfer is under way when this returns.
+        """
         rows = np.arange(len(handles), dtype=np.int32) if rows is None else rows
-        transfers = []
-        for level in range(first, len(self.tiers)):
-            slots = self.residency[level].slot_of.array[handles]
-            here = slots >= 0
-            found = slots[here]
-            if len(found):
-                transfers.append(self.tiers[level].read(found, out, rows[here]))
-                counters = self.metrics.tiers[level]
-                counters.bytes_read += len(found) * self.layout.block_bytes
-                if first > 0:
-                    counters.hits += len(found)
-                    if level < self.backing:
-                        self._touch(level, handles[here])
-            if len(found) == len(handles):
-                break
-            handles, rows = handles[~here], rows[~here]
-        for transfer in transfers:
-            transfer.wait()
+        with ExitStack() as under_way:
+            for level in range(first, len(self.tiers)):
+                slots = self.residency[level].slot_of.array[handles]
+                here = slots >= 0
+                found = slots[here]
+                if len(found):
+                    under_way.callback(self.tiers[level].read(found, out, rows[here]).wait)
+                    counters = self.metrics.tiers[level]
+                    counters.bytes_read += len(found) * self.layout.block_bytes
+                    if first > 0:
+                        counters.hits += len(found)
+                        if level < self.backing:
+                            self._touch(level, handles[here])
+                if len(found) == len(handles):
+                    break
+                handles, rows = handles[~here], rows[~here]
 
     def _touch(self, level: int, handles: Ids) -> None:
         """Tell a tier's policy that blocks there were used."""
@@ -189,8 +193,8 @@ class Transfers:
         if below < self.backing:
             lost = handles[self.residency[below].slot_of.array[handles] < 0]
             self.make_room(below, lost, self.idle_access())
-            self.cache(below, lost, *self._bytes_of(level, lost))
-            self.metrics.tiers[level].demotions += len(lost)
+            cached = self.cache(below, lost, *self._bytes_of(level, lost))
+            self.metrics.tiers[level].demotions += cached
         self.residency[level].remove(handles)
         self.metrics.tiers[level].evictions += len(handles)
 

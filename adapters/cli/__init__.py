@@ -30,7 +30,7 @@ _DIED_OF = 128  # plus the signal's number, as shells count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments`, by default the process's own, name; returns its exit code."""
+    """Run the command that `arguments`, or the process's own, name; returns its exit code."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _exit)
     try:

@@ -72,7 +72,7 @@ def add_command(subparsers: Subparsers) -> None:
     )
     tiers.add_argument("--dram", metavar="SIZE", help="limit of the DRAM tier")
     tiers.add_argument(
-        "--disk", metavar="DIR", help="directory of the disk tier; made if only it is missing"
+        "--disk", metavar="DIR", help="directory of the disk tier, which then holds every block"
     )
     tiers.add_argument("--keep", action="store_true", help="leave the files in the disk tier")
     tiers.add_argument(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import TextStreamer
 
 from tierstore.adapters.generate import Observer
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from types import TracebackType
 
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, TextStreamer
 
 # A document may hold escape sequences, and a model may repeat them.
 _STEERING = {*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}
@@ -51,7 +50,7 @@ class Screen(Observer):
         ends: Collection[int],
         limit: int,
     ) -> None:
-        self._stream = _Stream(tokenizer, skip_special_tokens=True)
+        self._stream = _text_stream(tokenizer)
         self._unsaid, self._ends, self._left = begun_answer, ends, limit
         self._has_ended = False
         self._bar: Progress | None = None
@@ -110,6 +109,12 @@ class Screen(Observer):
             self._bar = None
 
 
-class _Stream(TextStreamer):
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(visible(text), end="\n" if stream_end else "", flush=True)
+def _text_stream(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
+    """Prints, for tokens that are put into it one by one, as much text as is certain."""
+    from transformers import TextStreamer
+
+    class Stream(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(visible(text), end="\n" if stream_end else "", flush=True)
+
+    return Stream(tokenizer, skip_special_tokens=True)

@@ -102,7 +102,7 @@ _LOWEST = np.float32(-87.0)
 
 @njit(inline="always", fastmath=FAST)
 def exp_nonpositive(x):
-    """e**x for x <= 0, relative error below (4 - 2x) * 2**-24; below -87 it is e**-87 (under 2e-38)."""
+    """e**x for x <= 0, to a relative error of (4 - 2x) * 2**-24; at least e**-87 (under 2e-38)."""
     t = max(x, _LOWEST) * _LOG2_E
     whole = np.floor(t + np.float32(0.5))
     f = t - whole

@@ -366,6 +366,21 @@ def test_a_model_that_cannot_be_attached_is_refused(
     assert err.count("\n") == 1
 
 
+def test_without_transformers_the_extra_is_named(document: Path) -> None:
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from tierstore.adapters.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command("--document", document, *SMALL)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert_refused(done, "pip install 'tierstore[transformers]'")
+
+
 def limit_files_to_a_mebibyte() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 

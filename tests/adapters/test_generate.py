@@ -21,6 +21,7 @@ from tierstore.adapters.generate import (
 from tierstore.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tiny_models import LanguageModel
@@ -76,7 +77,7 @@ def forced_logits(
 
 @pytest.mark.parametrize("make_model", [llama, gemma3])
 def test_with_the_whole_budget_it_generates_what_transformers_does(
-    make_model: type[LanguageModel],
+    make_model: Callable[[], LanguageModel],
 ) -> None:
     model = make_model()
     result = generate(model, PROMPT, 40, EVERYTHING)
@@ -90,7 +91,7 @@ def test_the_model_is_as_before_afterwards(model: LanguageModel) -> None:
     before = model.config._attn_implementation
     compare(model, PROMPT, 2, EVERYTHING)
     assert model.config._attn_implementation == before
-    assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("as_list", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from tierstore.adapters.models import LoadedModel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tierstore.adapters.models import LanguageModel
+
 
 @pytest.fixture(scope="session")
 def tiny_model() -> LoadedModel:
     model = llama(vocab_size=256, max_position_embeddings=4096)
-    return LoadedModel(model, byte_tokenizer(), "tiny")
+    return LoadedModel(cast("LanguageModel", model), byte_tokenizer(), "tiny")
 
 
 @pytest.fixture(autouse=True)

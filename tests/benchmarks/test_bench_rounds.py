@@ -37,7 +37,7 @@ def test_ratios_are_those_of_pairs() -> None:
     ratio = Ratio("speed", "time", "own", "new")
     quotients = ratio.quotients({"time": Measure("s", times)})
     assert quotients == [0.25, 2.0, 2.0]
-    assert Spread.of(quotients) == (0.25, 2.0, pytest.approx(4.25 / 3), 2.0)
+    assert Spread.of(quotients) == Spread(0.25, 2.0, 4.25 / 3, 2.0)
 
 
 @pytest.mark.parametrize(
