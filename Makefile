@@ -43,7 +43,9 @@ check: $(INSTALLED)
 		../../pyproject.toml
 
 bench: $(INSTALLED)
-	$(BIN)/tierstore bench
+	@mkdir -p build
+	$(BIN)/tierstore bench decode --disk build/bench-kv --json build/bench-decode.json
+	$(BIN)/tierstore bench attention --json build/bench-attention.json
 
 clean:
 	rm -rf build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ SYSTEMS = {
     "kvdrive": System(
         "preset kvdrive: attends to all that is in a fast tier of two budgets", "kvdrive", True
     ),
-    "kvdrive, DRAM": System("preset kvdrive in DRAM: attends to what is selected", "kvdrive"),
+    "kvdrive-dram": System("preset kvdrive in DRAM: attends to what is selected", "kvdrive"),
     "exact": System("preset exact: blocks chosen by all their keys", "exact"),
     "chunk-mean": System("preset chunk-mean: blocks chosen by their mean keys", "chunk-mean"),
     "random": System("random blocks: the floor", Preset("random-blocks", RandomBlocks, LRU)),

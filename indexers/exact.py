@@ -7,7 +7,7 @@ from tierstore.interfaces import IndexContext
 
 
 class ExactIndex(ScoringIndex):
-    """Ranks blocks by their true attention mass, the sum over tokens and over the row's query heads."""
+    """Ranks blocks by their true attention mass, summed over tokens and query heads."""
 
     def __init__(self, shape: IndexShape) -> None:
         super().__init__(shape)

@@ -1,4 +1,4 @@
-"""KVDrive's index (K5): blocks by their mean key, block means grouped by similarity, clusters scored."""
+"""KVDrive's index (K5): block means grouped by similarity, and the groups' centroids scored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class HierarchicalIndex(ScoringIndex):
 
     Parameters
     ----------
-    tokens_per_centroid: context tokens for each centroid (the paper: 8,192 centroids at 120k tokens).
-    segment_tokens: clustering is done in stretches of this many tokens, each on its own; tokens that
-        come later are clustered among themselves as they come.
+    tokens_per_centroid: context tokens for each centroid (the paper: 8,192 centroids at 120k
+        tokens).
+    segment_tokens: clustering is done in stretches of this many tokens, each on its own; tokens
+        that come later are clustered among themselves as they come.
     iterations: rounds of k-means.
     """
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from tierstore import kernels
+from tierstore.arrays import as_array
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.interfaces import BlockScores, Ids, Index, IndexContext, Pointers, Scores, Selection
-from tierstore.kernels.element import is_host, stored_dtype, to_array
+from tierstore.kernels.element import is_host, stored_dtype, to_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +35,10 @@ class IndexShape:
     """What an index must know about the model and its memory.
 
     group: query heads per KV head. dim: head dimension. block_tokens: tokens of a block.
-    scale: factor of the logits. memory: where the index lives. scratch: work space it may use.
+    scale: factor of the logits.
+    memory, scratch: where representatives live and are scored: the memory of the device.
+    table_memory, table_scratch: where lists of blocks live and are selected from: host memory; the
+        same as those above by default.
     """
 
     group: int
@@ -44,6 +48,12 @@ class IndexShape:
     scale: float
     memory: Memory
     scratch: Scratch
+    table_memory: Memory | None = None
+    table_scratch: Scratch | None = None
+
+
+_ON_DEVICE = ("_vectors", "_sizes")
+_IN_TABLES = ("_counts", "_blocks", "_unit_of", "_costs", "_unit_ptr", "_unit_blocks")
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,12 @@ class ScoringIndex(Index):
             raise ConfigError(f"block_tokens={shape.block_tokens}: expected at least 1")
         self.shape = shape
         self.segments: Ids = np.empty(0, np.int32)
-        take, element = shape.memory.take, stored_dtype(shape.dtype)
-        self._vectors: Array = take((0, 0, shape.dim), element, "index")
-        self._sizes: Scores = take((0, 0), np.float32, "index")
+        self._tables = shape.table_memory or shape.memory
+        self._scratch = shape.table_scratch or shape.scratch
+        element = stored_dtype(shape.dtype)
+        self._vectors: Array = shape.memory.take((0, 0, shape.dim), element, "index")
+        self._sizes: Scores = shape.memory.take((0, 0), np.float32, "index")
+        take = self._tables.take
         self._counts: Ids = take(0, np.int32, "index")
         self._blocks: Ids = take(0, np.int32, "index")
         self._unit_of: Ids = take((0, 0), np.int32, "index")
@@ -95,15 +108,13 @@ class ScoringIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        arrays = (self._vectors, self._sizes, self._counts, self._blocks,
-                  self._unit_of, self._costs, self._unit_ptr, self._unit_blocks)  # fmt: skip
-        return sum(array.nbytes for array in arrays)
+        return sum(getattr(self, name).nbytes for name in _ON_DEVICE + _IN_TABLES)
 
     def add_rows(self, segments: Ids) -> None:
         rows = len(self.segments) + len(segments)
         self.segments = np.concatenate([self.segments, segments]).astype(np.int32)
-        self._counts = self._grow(self._counts, (rows,))
-        self._blocks = self._grow(self._blocks, (rows,))
+        self._grow("_counts", (rows,))
+        self._grow("_blocks", (rows,))
         self._reserve(rows, self._vectors.shape[1], self._unit_blocks.shape[1])
 
     def extend(
@@ -114,8 +125,9 @@ class ScoringIndex(Index):
         have_units, have_blocks = int(self._counts[rows][0]), int(self._blocks[rows][0])
         self._reserve(len(self.segments), have_units + units, have_blocks + blocks)
         new_units = slice(have_units, have_units + units)
-        self._vectors[rows, new_units] = self._to_memory(made.vectors.to(self.shape.dtype))
-        self._sizes[rows, new_units] = made.sizes.float().cpu().numpy()
+        vectors = made.vectors.to(self.shape.dtype).contiguous()
+        self._vectors[rows, new_units] = as_array(vectors)
+        self._sizes[rows, new_units] = as_array(made.sizes.float().to(vectors.device))
         if made.unit_of is not None:
             self._list_members(rows, have_units, have_blocks, units, made.unit_of.cpu().numpy())
         self._counts[rows] += units
@@ -128,9 +140,7 @@ class ScoringIndex(Index):
         blocks = slice(have_blocks, have_blocks + unit_of.shape[1])
         self._unit_of[rows, blocks] = unit_of + have_units
         self._unit_blocks[rows, blocks] = np.argsort(unit_of, axis=1, kind="stable") + have_blocks
-        costs = (unit_of[:, :, None] == np.arange(units)).sum(1) if unit_of.shape[1] * units < 1 << 16 else (
-            np.stack([np.bincount(row, minlength=units) for row in unit_of])
-        )  # fmt: skip
+        costs = np.stack([np.bincount(row, minlength=units) for row in unit_of])
         new_units = slice(have_units, have_units + units)
         self._costs[rows, new_units] = costs
         self._unit_ptr[rows, new_units] = np.cumsum(costs, axis=1) - costs + have_blocks
@@ -143,6 +153,8 @@ class ScoringIndex(Index):
         logits = array("unit logits", (rows, self.shape.group, width), np.float32)
         kernels.score_units(query, self._vectors, self._counts, self._sizes, self.shape.scale,
                             self.aggregate, scores, logits)  # fmt: skip
+        scores = scores if is_host(scores) else to_tensor(scores).cpu().numpy()
+        array = self._scratch.array
         if self._is_coarse:
             tables = (self._counts, self._costs, self._unit_ptr, self._unit_blocks)
             everything = BlockScores(scores, self._unit_of, self.segments)
@@ -170,8 +182,8 @@ class ScoringIndex(Index):
 
     def _identity(self, blocks: int) -> tuple[Ids, Ids]:
         """One table for all rows: each unit is one block, at its own number."""
-        one_each = self.shape.scratch.array("one each", (1, blocks), np.int32)
-        identity = self.shape.scratch.array("identity", (1, blocks), np.int32)
+        one_each = self._scratch.array("one each", (1, blocks), np.int32)
+        identity = self._scratch.array("identity", (1, blocks), np.int32)
         if blocks and (one_each[0, -1] != 1 or identity[0, -1] != blocks - 1):
             one_each.fill(1)
             identity[0] = np.arange(blocks, dtype=np.int32)
@@ -200,18 +212,14 @@ class ScoringIndex(Index):
 
     def arrange_rows(self, rows: Sequence[int], segments: Ids) -> None:
         chosen = list(rows)
-        for name in self._row_arrays():
+        for name in _ON_DEVICE + _IN_TABLES:
             old = getattr(self, name)
-            if not len(old):
-                continue
-            new = self.shape.memory.take((len(chosen), *old.shape[1:]), old.dtype, "index")
-            new[...] = old[chosen]
-            self.shape.memory.give(old)
-            setattr(self, name, new)
+            if len(old):
+                self._replace(name, old[chosen])
         self.segments = segments.astype(np.int32)
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        arrays = {name.strip("_"): np.array(getattr(self, name)) for name in self._row_arrays()}
+        arrays = {name.strip("_"): self._on_host(name) for name in _ON_DEVICE + _IN_TABLES}
         return {"kind": self._kind(), "segments": self.segments.copy(), **arrays}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> Self:
@@ -222,13 +230,24 @@ class ScoringIndex(Index):
                 "it was saved by another kind of index"
             )
         self.segments = np.array(state["segments"], np.int32)
-        for name in self._row_arrays():
-            saved = state[name.strip("_")]
-            mine = self.shape.memory.take(saved.shape, saved.dtype, "index")
-            mine[...] = saved
-            self.shape.memory.give(getattr(self, name))
-            setattr(self, name, mine)
+        for name in _ON_DEVICE + _IN_TABLES:
+            self._replace(name, state[name.strip("_")])
         return self
+
+    def _replace(self, name: str, content: Array) -> None:
+        """Let the array called `name` be a copy of `content`."""
+        memory = self._memory_of(name)
+        array = memory.take(content.shape, content.dtype, "index")
+        array[...] = content
+        memory.give(getattr(self, name))
+        setattr(self, name, array)
+
+    def _memory_of(self, name: str) -> Memory:
+        return self.shape.memory if name in _ON_DEVICE else self._tables
+
+    def _on_host(self, name: str) -> Array:
+        array: Array = getattr(self, name)
+        return array.copy() if is_host(array) else array.get()
 
     def _kind(self) -> npt.NDArray[np.str_]:
         """What an index and a saved state must agree in."""
@@ -237,47 +256,24 @@ class ScoringIndex(Index):
             f"{type(self).__name__} of {shape.block_tokens} tokens, {shape.dim} x {shape.dtype}"
         )
 
-    @staticmethod
-    def _row_arrays() -> tuple[str, ...]:
-        return (
-            "_vectors",
-            "_sizes",
-            "_counts",
-            "_blocks",
-            "_unit_of",
-            "_costs",
-            "_unit_ptr",
-            "_unit_blocks",
-        )
-
     def _reserve(self, rows: int, units: int, blocks: int) -> None:
-        """Make room for so many rows, units and blocks; a growing context grows by an eighth at a time."""
+        """Make room for so many rows, units and blocks; growth is by an eighth at a time."""
         old_rows, have_units = self._vectors.shape[:2]
         have_blocks = self._unit_blocks.shape[1]
         if units > have_units:
             units = max(units, have_units + have_units // 8)
         if rows > old_rows or units > have_units:
             want = max(units, have_units)
-            self._vectors = self._grow(self._vectors, (rows, want, self.shape.dim))
-            self._sizes = self._grow(self._sizes, (rows, want))
+            self._grow("_vectors", (rows, want, self.shape.dim))
+            self._grow("_sizes", (rows, want))
             if self._is_coarse:
-                self._costs = self._grow(self._costs, (rows, want))
-                self._unit_ptr = self._grow(self._unit_ptr, (rows, want))
+                self._grow("_costs", (rows, want))
+                self._grow("_unit_ptr", (rows, want))
         if self._is_coarse and (rows > old_rows or blocks > have_blocks):
-            want = max(
-                blocks, have_blocks + have_blocks // 8 if blocks > have_blocks else have_blocks
-            )
-            self._unit_of = self._grow(self._unit_of, (rows, want))
-            self._unit_blocks = self._grow(self._unit_blocks, (rows, want))
+            want = max(blocks, have_blocks + have_blocks // 8 if blocks > have_blocks else 0)
+            self._grow("_unit_of", (rows, max(want, have_blocks)))
+            self._grow("_unit_blocks", (rows, max(want, have_blocks)))
 
-    def _grow(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return self.shape.memory.grow(array, shape, "index")
-
-    def _to_memory(self, vectors: torch.Tensor) -> Array:
-        if is_host(self._vectors):
-            return to_array(vectors.cpu().contiguous())
-        from tierstore.arrays import cupy
-
-        stored: Array = cupy().from_dlpack(vectors.contiguous().view(torch.int16 if vectors.element_size() == 2
-                                                                    else vectors.dtype))  # fmt: skip
-        return stored
+    def _grow(self, name: str, shape: tuple[int, ...]) -> None:
+        grown = self._memory_of(name).grow(getattr(self, name), shape, "index")
+        setattr(self, name, grown)

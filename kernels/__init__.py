@@ -70,7 +70,8 @@ def attend_blocks(
         query.shape[0],
         slots.shape[0] * shape.tokens * shape.key_dim * query.shape[1],
         lambda first, last: kernel(query, pool, first, last, row_ptr, slots, valid, strip_key,
-                                   strip_value, strip_length, np.float32(scale), merge, out, lse, weights),
+                                   strip_value, strip_length, np.float32(scale), merge, out, lse,
+                                   weights),
     )  # fmt: skip
 
 

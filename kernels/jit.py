@@ -1,4 +1,4 @@
-"""Numba's `njit` where Numba is installed; elsewhere the functions run as plain Python, slowly but right."""
+"""Numba's `njit` where Numba is installed; elsewhere functions run as plain Python: slow, right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain-torch kernels: the specification of every operation, on any device, and the fallback without Numba.
+"""Plain-torch kernels: the specification of every operation, and the fallback without Numba.
 
 Arguments are described once, in `tierstore.kernels`.
 """

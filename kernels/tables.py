@@ -88,7 +88,7 @@ def collect(domains, members, counts, row_ptr, out):
 
 @njit
 def lowest(rank, tie, eligible, row_ptr, need, order, picks):
-    """Per row, the positions of the `need` eligible entries of lowest (rank, tie, position); all or none.
+    """Per row, the positions of the `need` eligible entries of lowest (rank, tie, position).
 
     Returns how many were picked, or -(row + 1) for the first row that has too few eligible entries.
     """
@@ -184,7 +184,7 @@ def eligible(residents, row_ptr, leases, last_used, step, out, able):
 def first_bad_victim(
     victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, step
 ):
-    """Position of the first victim that may not leave, or -1; stamps victims, so a repeated one is bad."""
+    """Position of the first victim that may not leave, or -1; stamps them, so a repeat is bad."""
     for i in range(victims.shape[0]):
         handle = victims[i]
         if handle < 0 or handle >= slot_of.shape[0] or slot_of[handle] < 0:
@@ -199,7 +199,7 @@ def first_bad_victim(
 
 @njit
 def append_tokens(strip_key, strip_value, lengths, keep, key, value):
-    """Put one token at the end of the strip of each row that keeps it; `keep` has one flag per sequence."""
+    """Put one token at the end of each row's strip; `keep` has one flag per sequence."""
     heads = strip_key.shape[0] // keep.shape[0]
     for row in range(strip_key.shape[0]):
         if keep[row // heads]:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-# Below this many multiply-adds (a few hundred microseconds) waking a thread costs more than it saves.
+# For fewer multiply-adds (some hundred microseconds) waking a thread costs more than it saves.
 _WORTH_A_THREAD = 4_000_000
 
 
 def thread_count() -> int:
-    """Threads a kernel may use: ``TIERSTORE_THREADS``, else the processors this process may run on."""
+    """Threads a kernel may use: ``TIERSTORE_THREADS``, else the processors of this process."""
     wanted = os.environ.get("TIERSTORE_THREADS")
     if wanted:
         return max(1, int(wanted))

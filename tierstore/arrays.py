@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tierstore.errors import ConfigError, MissingExtraError
+from tierstore.kernels.element import stored_dtype, to_array
 from tierstore.memory import Memory
 
 if TYPE_CHECKING:
-    import torch
+    from types import ModuleType
+
+    from tierstore.kernels.element import Array
 
 
-def cupy() -> Any:
+def cupy() -> ModuleType:
     """The CuPy module; MissingExtraError names the extra when it is not installed."""
     try:
         import cupy as module
     except ImportError as error:
         raise MissingExtraError("cupy", "cuda", "a tier in GPU memory") from error
-    return module
+    found: ModuleType = module
+    return found
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """The elements of a tensor as NumPy or, on a GPU, CuPy array that shares its memory."""
+    if tensor.device.type == "cpu":
+        return to_array(tensor)
+    bits = tensor.detach().view(torch.int16) if tensor.element_size() == 2 else tensor.detach()
+    array: Array = cupy().from_dlpack(bits)
+    return array.view(stored_dtype(tensor.dtype))
 
 
 class CupyBuffer:
     """Bytes for slots in GPU memory."""
 
-    def __init__(self, xp: Any, device: int) -> None:
+    def __init__(self, xp: ModuleType, device: int) -> None:
         self._xp, self._device = xp, device
         self.array = self._empty(0)
 
-    def _empty(self, nbytes: int) -> Any:
+    def _empty(self, nbytes: int) -> Array:
         with self._xp.cuda.Device(self._device):
-            return self._xp.empty(nbytes, np.uint8)
+            array: Array = self._xp.empty(nbytes, np.uint8)
+            return array
 
     def resize(self, nbytes: int) -> None:
         """Have room for `nbytes`, keeping what fits."""
@@ -49,8 +64,9 @@ def device_memory(device: torch.device, limit_bytes: int, name: str) -> Memory:
         raise ConfigError(f"device {str(device)!r}: expected 'cpu' or 'cuda': move the model first")
     xp, number = cupy(), device.index or 0
 
-    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         with xp.cuda.Device(number):
-            return xp.zeros(shape, dtype)
+            array: Array = xp.zeros(shape, dtype)
+            return array
 
     return Memory(limit_bytes, name, allocate=allocate, slots=CupyBuffer(xp, number))

@@ -16,8 +16,9 @@ from tierstore.kernels import tables
 from tierstore.kernels.tables import CHUNK
 
 if TYPE_CHECKING:
-    from tierstore.interfaces import Ids, Pointers
     from collections.abc import Iterable
+
+    from tierstore.interfaces import Ids, Pointers
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
 
@@ -174,8 +175,9 @@ class Residency:
         self.handle_of: Ids = self._memory.take(0, np.int32, "directory")
         self.slots = 0
         self.members: Ids = self._memory.take((1, 1), np.int32, "directory")
-        self.counts: Ids = self._memory.take(1, np.int32, "directory")
-        self.quota: Pointers = self._memory.take(1, np.int64, "directory")
+        # One array, so that counts and quotas always know the same domains.
+        self._per_domain: Pointers = self._memory.take((2, 1), np.int64, "directory")
+        self.counts, self.quota = self._per_domain
         self.domain_of: Ids = self._memory.take(0, np.int32, "directory")
         self._free: list[int] = []
 
@@ -199,8 +201,8 @@ class Residency:
             self.members = self._memory.grow(
                 self.members, (want, self.members.shape[1]), "directory"
             )
-            self.counts = self._memory.grow(self.counts, (want,), "directory")
-            self.quota = self._memory.grow(self.quota, (want,), "directory")
+            self._per_domain = self._memory.grow(self._per_domain, (2, want), "directory")
+            self.counts, self.quota = self._per_domain
         self.domain_of[segments] = domains
 
     def unassign(self, segments: Ids) -> None:
@@ -219,7 +221,7 @@ class Residency:
         return self.domain_of[self._space.owner_segment[handles // CHUNK]]
 
     def take_slots(self, count: int) -> Ids:
-        """Free slots, ascending from the first that was free; CapacityError if there are too few."""
+        """Free slots, the one freed last first; CapacityError if there are too few."""
         if count > len(self._free):
             raise CapacityError(f"{count} slots wanted, {len(self._free)} of {self.slots} free")
         taken = self._free[len(self._free) - count :]

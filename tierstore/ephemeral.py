@@ -107,7 +107,8 @@ def _make(directory: Path) -> bool:
         )
     if not directory.parent.is_dir():
         raise ConfigError(
-            f"disk={str(directory)!r}: its parent directory {str(directory.parent)!r} does not exist: create it first"
+            f"disk={str(directory)!r}: its parent directory {str(directory.parent)!r} does not "
+            "exist: create it first"
         )
     try:
         directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The four things users replace: where blocks live, who leaves, what is critical, how bytes are coded."""
+"""What users replace: where blocks live, who leaves, what is critical, how bytes are coded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
     import torch
 
     from tierstore.directory import HandleSpace
@@ -64,13 +65,13 @@ class Tier(ABC):
 
     @abstractmethod
     def resize(self, slots: int) -> None:
-        """Have `slots` slots, keeping the content of those below. CapacityError if they do not fit."""
+        """Have `slots` slots, keeping what those hold. CapacityError if they do not fit."""
 
     @abstractmethod
     def read(
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
     ) -> Completion:
-        """Copy block ``slots[i]`` to ``out[rows[i]]`` (bytes [., block_bytes]); only `parts` if given.
+        """Copy block ``slots[i]`` to ``out[rows[i]]``, [., block_bytes]; only `parts` if given.
 
         Requires: slots below `capacity`; `rows` distinct. A slot never written reads as any bytes.
         """
@@ -87,7 +88,7 @@ class Tier(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Return when everything written survives a power loss; nothing to do for a volatile tier."""
+        """Return when everything written survives a power loss; does nothing if volatile."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,12 +106,12 @@ class Tier(ABC):
 
     @property
     def view(self) -> Bytes:
-        """All slots as bytes [capacity, block_bytes], for an addressable tier; ends with a `resize`."""
+        """All slots of an addressable tier, [capacity, block_bytes]; valid until `resize`."""
         raise ConfigError(f"tier {self.name!r} cannot be read in place: use read()")
 
     @property
     def memory(self) -> Memory | None:
-        """The memory limit that the tier's slots share with other data; None for a tier outside memory."""
+        """The limit that the tier's slots share with other data; None outside memory."""
         return None
 
     @property
@@ -186,7 +187,7 @@ class EvictionPolicy(ABC):
     The store calls from one thread at a time.
     """
 
-    def bind(self, space: HandleSpace) -> None:
+    def bind(self, space: HandleSpace) -> None:  # noqa: B027 (a policy may need no memory)
         """Called once before anything else: take per-handle memory with ``space.column``."""
 
     @abstractmethod
@@ -202,7 +203,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def on_remove(self, handles: Ids) -> None:
-        """The blocks are gone for good: forget them. Their handles may come back as other blocks."""
+        """The blocks are gone for good. Their handles may come back as other blocks."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class Index(ABC):
     def extend(
         self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext
     ) -> None:
-        """Index more tokens: keys [R', n, d], values [R', n, e]; n is a multiple of the block's tokens.
+        """Index more tokens: keys [R', n, d], values [R', n, e], in whole blocks.
 
         The first call of a row is its build, after prefill; later ones append.
         Requires: the rows have equally many blocks, made by the same calls.
@@ -279,7 +280,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, stored: Bytes, out: Bytes) -> None:
-        """Fill out [n, nbytes]. CorruptBlockError if `stored` cannot be what `encode` made of that size."""
+        """Fill out [n, nbytes]. CorruptBlockError if `stored` cannot be what `encode` made."""
 
     @abstractmethod
     def bound(self, nbytes: int) -> int:

@@ -105,7 +105,7 @@ class BlockLayout:
         return sum(part.nbytes for part in self.parts[: self.parts.index(wanted)])
 
     def spans(self, names: Iterable[str] | None = None) -> list[tuple[int, int]]:
-        """Byte ranges [start, stop) of the stored parts `names` (all: one range), neighbours joined."""
+        """Byte ranges [start, stop) of the stored parts `names`, neighbours joined."""
         if names is None:
             return [(0, self.block_bytes)]
         spans: list[tuple[int, int]] = []

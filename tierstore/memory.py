@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,22 @@ from tierstore.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from tierstore.interfaces import Bytes
     from tierstore.kernels.element import Array
 
 
+class SlotBuffer(Protocol):
+    """Where slots are: `array` has at least as many bytes as the last `resize` asked for."""
+
+    array: Bytes
+
+    def resize(self, nbytes: int) -> None:
+        """Have room for `nbytes`, keeping what fits and freeing the rest."""
+
+
 class HostBuffer:
-    """Bytes for slots in host memory: address space for the whole limit, pages only for what is in use.
+    """Slots in host memory: address space for the whole limit, pages only for what is in use.
 
     CapacityError if the machine does not have so much.
     """
@@ -36,7 +46,7 @@ class HostBuffer:
             self._map = mmap.mmap(-1, limit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise CapacityError(
-                f"{name}: this machine does not give a process {format_size(limit_bytes)} of memory: "
+                f"{name}: this machine does not give a process {format_size(limit_bytes)}: "
                 "lower the limit"
             ) from error
         self.array: Bytes = np.frombuffer(self._map, np.uint8)
@@ -68,7 +78,7 @@ class Memory:
         name: str = "memory",
         *,
         allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array] = np.zeros,
-        slots: Any = None,
+        slots: SlotBuffer | None = None,
     ) -> None:
         self.name = name
         self.limit_bytes = limit_bytes
@@ -77,7 +87,7 @@ class Memory:
         self.on_pressure: Callable[[int], None] | None = None
         """Asked to shrink the slots by so many bytes when an array does not fit, if it can."""
         self._allocate = allocate
-        self._slots = HostBuffer(limit_bytes, name) if slots is None else slots
+        self._slots: SlotBuffer = HostBuffer(limit_bytes, name) if slots is None else slots
         self._taken: dict[int, tuple[Array, str]] = {}
         self._taken_bytes = 0
 
@@ -89,8 +99,7 @@ class Memory:
     @property
     def slots(self) -> Bytes:
         """The slots' bytes; those below `slot_bytes` are in use."""
-        array: Bytes = self._slots.array
-        return array
+        return self._slots.array
 
     @property
     def used_bytes(self) -> int:
@@ -113,26 +122,27 @@ class Memory:
         """Have `nbytes` bytes of slots; CapacityError, and no change, if they do not fit."""
         if nbytes - self.slot_bytes > self.free_bytes:
             raise CapacityError(
-                f"{self.name}: slots of {format_size(nbytes)} do not fit beside {format_size(self._taken_bytes)} "
-                f"of other data in a limit of {format_size(self.limit_bytes)}: raise the limit"
+                f"{self.name}: slots of {format_size(nbytes)} do not fit beside "
+                f"{format_size(self._taken_bytes)} of other data in a limit of "
+                f"{format_size(self.limit_bytes)}: raise the limit"
             )
         self._slots.resize(nbytes)
         self.slot_bytes = nbytes
         self._note_peak()
 
     def take(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, purpose: str) -> Array:
-        """A zeroed array inside the limit; CapacityError if it does not fit even with fewer slots."""
+        """A zeroed array inside the limit; CapacityError if even fewer slots leave no room."""
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else shape
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.free_bytes and self.on_pressure is not None:
             self.on_pressure(nbytes - self.free_bytes)
         if nbytes > self.free_bytes:
+            spent = [f"{use} {format_size(size)}" for use, size in self.by_purpose().items()]
             raise CapacityError(
-                f"{self.name}: {purpose} needs {format_size(nbytes)}, but only {format_size(self.free_bytes)} of "
-                f"{format_size(self.limit_bytes)} is left "
-                f"({', '.join(f'{use} {format_size(size)}' for use, size in self.by_purpose().items())}): "
-                f"raise {self.name}= or lower the budget"
+                f"{self.name}: {purpose} needs {format_size(nbytes)}, but only "
+                f"{format_size(self.free_bytes)} of {format_size(self.limit_bytes)} is left "
+                f"({', '.join(spent)}): raise {self.name}= or lower the budget"
             )
         array = self._allocate(shape, dtype)
         self._taken[id(array)] = (array, purpose)

@@ -13,12 +13,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
-    """Bytes of ``"16MiB"``, ``"1.5 GB"`` or a number of bytes; `what` names the argument in errors."""
+    """Bytes of ``"16MiB"``, ``"1.5 GB"`` or a number; `what` names the argument in errors."""
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(
-                f"{what}={size!r}: expected a number of bytes with a unit such as 512KiB, 16MiB, 1.5GB"
+                f"{what}={size!r}: expected a number and a unit, such as 512KiB, 16MiB, 1.5GB"
             )
         value = int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(size, int) and not isinstance(size, bool):
@@ -59,6 +59,6 @@ def parse_budget(budget: float | str) -> float | int:
     except ValueError:
         pass
     raise ConfigError(
-        f"budget={budget!r}: expected a share of the context in (0, 1] or a whole number of tokens >= 1, "
-        "for example 0.0625, '6.25%' or 2048"
+        f"budget={budget!r}: expected a share of the context in (0, 1] or a whole number of tokens "
+        ">= 1, for example 0.0625, '6.25%' or 2048"
     )

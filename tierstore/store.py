@@ -59,7 +59,7 @@ class BlockStore:
     layout: what a block is; every tier must have the same.
     tiers: fastest first; the first must be addressable, the last holds everything.
     policies: one for each tier but the last.
-    segments, blocks_each: how much to expect; tables grow beyond that, but room reserved is cheaper.
+    segments, blocks_each: how much to expect; tables grow beyond that, at a cost.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class BlockStore:
         return tier.capacity + max(0, room // (size + TABLE_BYTES_PER_SLOT))
 
     def resize(self, level: int, slots: int) -> None:
-        """Give tier `level` so many slots; what stands in slots that go is evicted to the next tier.
+        """Give tier `level` so many slots; what stands in slots that go is evicted.
 
         Quotas of the top tier shrink with it, in proportion. CapacityError if the slots do not fit,
         or if leased blocks, or blocks that only the backing tier has, are in the way.
@@ -262,10 +262,11 @@ class BlockStore:
         Parameters
         ----------
         blocks: bytes [S, n, block_bytes]. They are in the backing tier when this returns.
-        valid: uint8 [S, n] tokens that count in each block; all by default. What a block holds beyond
-            them must be finite numbers.
-        home: uint8 [S, n], the tier that gets a copy now, as far as it has room without evicting; the
-            backing tier's number for none. By default the tier next to the backing one, which evicts.
+        valid: uint8 [S, n] tokens that count in each block; all by default. What a block holds
+            beyond them must be finite numbers.
+        home: uint8 [S, n], the tier that gets a copy now, as far as it has room without evicting;
+            the backing tier's number for none. By default the tier next to the backing one, which
+            evicts.
 
         Returns
         -------
@@ -312,8 +313,8 @@ class BlockStore:
         if residency.slots + short > limit:
             raise CapacityError(
                 f"{tier.name}: holds every block and is full ({residency.slots} of at most {limit} "
-                f"blocks of {format_size(self.layout.block_bytes)}), {short} more are wanted: raise "
-                "its limit or add a larger tier after it"
+                f"blocks of {format_size(self.layout.block_bytes)}), {short} more are wanted: "
+                "raise its limit or add a larger tier after it"
             )
         slots = residency.slots + max(short, residency.slots // 8)
         self.resize(self.backing, min(limit, slots))
@@ -397,7 +398,7 @@ class BlockStore:
             yield np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), chosen
 
     def _leased_in(self, domains: Ids) -> Pointers:
-        """Leased residents of the top tier, for each domain; only those of `domains` are counted."""
+        """Leased residents of the top tier, for each domain; only `domains` are counted."""
         top = self._moves.residency[0]
         leased: Pointers = np.zeros(len(top.counts), np.int64)
         if self._leased:
@@ -421,7 +422,7 @@ class BlockStore:
             return Visit(row_ptr, slots, valid, handles)
 
     def read(self, segments: Ids, first: int, count: int, out: Bytes) -> Bytes:
-        """Blocks ``first:first + count`` of each segment into out [S, count, block_bytes], moving none.
+        """Blocks ``first:first + count`` of each segment into out [S, count, block_bytes].
 
         Returns their valid counts, uint8 [S, count].
         """
@@ -475,7 +476,7 @@ def _check_chain(
         raise ConfigError("tiers=[]: expected at least one tier")
     if len(policies) != len(tiers) - 1:
         raise ConfigError(
-            f"{len(policies)} policies for {len(tiers)} tiers: expected one for each tier but the last"
+            f"{len(policies)} policies for {len(tiers)} tiers: expected one for each but the last"
         )
     for tier in tiers:
         if tier.layout != layout:
@@ -484,5 +485,5 @@ def _check_chain(
             )
     if not tiers[0].is_addressable:
         raise ConfigError(
-            f"tier {tiers[0].name!r} comes first but cannot be read in place: put a memory tier first"
+            f"tier {tiers[0].name!r} cannot be read in place: put a memory tier first"
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierstore.metrics import StoreMetrics
 
 _BATCHES = 64
-"""A tier below the top makes room for 1/64 of its blocks at once: ranking them all costs O(blocks)."""
+"""A tier below the top makes room for 1/64 of its blocks at once: ranking costs O(blocks)."""
 
 
 class Transfers:
@@ -113,7 +113,7 @@ class Transfers:
         self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
 
     def read(self, handles: Ids, out: Bytes, rows: Ids | None = None, first: int = 0) -> None:
-        """Blocks into ``out[rows]``, each from the first tier that has it, starting at tier `first`.
+        """Blocks into ``out[rows]``, each from the first tier that has it, from tier `first` on.
 
         Also with an error, no transfer is under way when this returns.
         """
@@ -158,7 +158,7 @@ class Transfers:
         self.evict(level, self.victims(level, domains, wanted, access))
 
     def victims(self, level: int, domains: Ids, need: Pointers, access: Access) -> Ids:
-        """Ask the policy for `need` blocks of each domain, or all that may leave; check its answer."""
+        """Ask the policy for `need` blocks of each domain, or all that may leave; check it."""
         residency = self.residency[level]
         row_ptr, residents = residency.collect(domains)
         eligible: npt.NDArray[np.bool_] = np.empty(len(residents), np.bool_)
@@ -180,13 +180,13 @@ class Transfers:
             if bad < len(victims):
                 found = f"block handle {victims[bad]}"
             raise PolicyError(
-                f"{type(self.policies[level]).__name__}.victims returned {found}: expected distinct "
-                f"eligible residents, {need.tolist()} of the domains {domains.tolist()}"
+                f"{type(self.policies[level]).__name__}.victims returned {found}: expected "
+                f"distinct eligible residents, {need.tolist()} of the domains {domains.tolist()}"
             )
         return victims
 
     def evict(self, level: int, handles: Ids) -> None:
-        """Take blocks out of a tier; the next gets those it lacks, unless it is the backing tier."""
+        """Take blocks out of a tier; the next gets those it lacks, unless it is the last."""
         if not len(handles):
             return
         below = level + 1

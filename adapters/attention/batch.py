@@ -1,4 +1,4 @@
-"""What exists while a batch of sequences is stored: block store, layers, work space; and a step's stages."""
+"""What exists while sequences are stored: block store, layers, work space; and a step's stages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tierstore.adapters.attention.capacity import (
     reserve_backing,
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
+from tierstore.arrays import as_array
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.kernels.element import to_array
 from tierstore.kernels.tables import CHUNK
 from tierstore.placement import assign_homes
 from tierstore.policies import LRU
@@ -78,7 +78,7 @@ class Batch:
         blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
         policies = [preset.policy() if level == 0 else LRU() for level in range(len(tiers) - 1)]
         self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
-        device_memory = tiers[0].memory or self.store.memory
+        self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
         self._device_scratch = (
             self._scratch if device_memory is self.store.memory else Scratch(device_memory)
@@ -89,8 +89,10 @@ class Batch:
             geometry.value_size,
             preset.block_tokens * geometry.head_dim,
         )
-        index_shape = IndexShape(geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
-                                 device_memory, self._device_scratch)  # fmt: skip
+        index_shape = IndexShape(
+            geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
+            device_memory, self._device_scratch, self.store.memory, self._scratch,
+        )  # fmt: skip
         self.layers = [
             Layer(geometry, preset, self.store, preset.index(index_shape), device_memory, sequences)
             for _ in range(geometry.layers)
@@ -98,6 +100,7 @@ class Batch:
         reserve_backing(self.store, rows * blocks)
         fit_middle_tiers(self.store, rows * blocks)
         self._is_fitted = False
+        self._most_residents = 0
 
     @property
     def is_empty(self) -> bool:
@@ -119,7 +122,7 @@ class Batch:
         value: torch.Tensor,
         valid: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Exact attention of new tokens [B, ., T, .] over past and themselves; then they are stored."""
+        """Exact attention of new tokens [B, ., T, .] over past and themselves; then store them."""
         layer, new = self.layers[number], query.shape[2]
         starts = not layer.tokens.any()
         if number == 0:
@@ -149,7 +152,7 @@ class Batch:
     def absorb(
         self, number: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None
     ) -> None:
-        """Store new tokens [B, ., T, .] without attending; `query` [B, Hq, t, d]: the last ones, if known."""
+        """Store new tokens [B, ., T, .] without attending; `query`: the last ones', if known."""
         if number == 0:
             self.tokens = self.tokens + key.shape[2]
         for sequence in range(self.layers[number].sequences):
@@ -169,7 +172,7 @@ class Batch:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        """Take tokens [., n, .] in; those that go to blocks are placed by what the last queries attend to."""
+        """Take tokens [., n, .] in; blocks start where the last queries' attention ranks them."""
         layer, geometry = self.layers[number], self.rules.geometry
         sealed = layer.absorb(sequence, key, value)
         if sealed is None:
@@ -191,10 +194,11 @@ class Batch:
             self._is_fitted = True
 
     def _index_to_come(self, layer: Layer, sealed: Sealed) -> int:
-        """Bytes that the index of all other layers and sequences will take, judged by the first."""
+        """Device bytes that the index of all other layers and sequences will take, by the first."""
         indexed = sealed.keys.shape[1] * layer.heads
         expected = int(self.tokens.sum()) * layer.heads * len(self.layers)
-        return layer.index.nbytes * (expected - indexed) // indexed
+        so_far = self._device_memory.by_purpose().get("index", 0)
+        return so_far * (expected - indexed) // indexed
 
     def _fit_tiers(self, index_to_come: int) -> None:
         """Share the tiers out anew, as the context has grown."""
@@ -203,6 +207,7 @@ class Batch:
             per_sequence = self.tokens // rules.preset.block_tokens + 1
         else:
             per_sequence = np.ceil(self.budgets() * rules.window).astype(np.int64)
+        self._most_residents = int(per_sequence.max()) if rules.attends_residents else 0
         wanted = np.tile(np.repeat(per_sequence, layer.heads), len(self.layers))
         segments = np.concatenate([each.segments for each in self.layers])
         fit_top_tier(self.store, segments, wanted, index_to_come)
@@ -252,9 +257,9 @@ class Batch:
             self.tokens = self.tokens + self._keep
             self._budgets: Ids = np.repeat(self.budgets(), layer.heads).astype(np.int32)
         layer.append_token(
-            _array(key.reshape(rows, -1)), _array(value.reshape(rows, -1)), self._keep
+            as_array(key.reshape(rows, -1)), as_array(value.reshape(rows, -1)), self._keep
         )
-        q = _array(query.reshape(rows, geometry.group, geometry.head_dim))
+        q = as_array(query.reshape(rows, geometry.group, geometry.head_dim))
         out = torch.empty(
             (layer.sequences, 1, geometry.query_heads, geometry.value_size),
             dtype=query.dtype,
@@ -263,6 +268,7 @@ class Batch:
         if layer.blocks.any():
             self._attend_blocks(number, q, out)
         else:
+            self._take_work_space(layer, 0, _nothing(rows).row_ptr)
             self._attend(layer, q, _nothing(rows), out, merge=False)
             self._note(number, _nothing(rows), is_first=True)
         for sequence in layer.full_sequences():
@@ -276,6 +282,8 @@ class Batch:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
         selection = layer.index.select(query, np.minimum(self._budgets, layer.blocks))
+        # A visit pins blocks, so the work space must be there before: taking it may move some.
+        self._take_work_space(layer, self._most_residents, selection.row_ptr)
         partial: torch.Tensor | None = None
         for i, visit in enumerate(self.store.visit(selection, layer.segments)):
             if visit.is_whole and self.rules.attends_residents:
@@ -293,17 +301,20 @@ class Batch:
         """Blocks of a visit, and at the first visit the strips."""
         rows, group = query.shape[0], query.shape[1]
         strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
-        blocks = int((visit.row_ptr[1:] - visit.row_ptr[:-1]).max())
-        width = blocks * self.rules.preset.block_tokens + layer.strip_room
-        array = self._device_scratch.array
-        if not merge:
-            self._lse = array("lse", (rows, group), np.float32)
         kernels.attend_blocks(
             query, self._pool(), self._shape, visit.row_ptr, visit.slots, visit.valid,
             layer.strip_key, layer.strip_value, strip, self.scale,
-            _array(out.view(rows, group, -1)), self._lse, array("weights", (rows, group, width), np.float32),
-            merge=merge,
+            as_array(out.view(rows, group, -1)), self._lse, self._weights, merge=merge,
         )  # fmt: skip
+
+    def _take_work_space(self, layer: Layer, blocks: int, row_ptr: Pointers) -> None:
+        """Room for the weights of the longest row: `blocks`, or more if it selects more."""
+        rows, group = len(layer.segments), self.rules.geometry.group
+        blocks = max(blocks, int((row_ptr[1:] - row_ptr[:-1]).max()))
+        width = blocks * self.rules.preset.block_tokens + layer.strip_room
+        array = self._device_scratch.array
+        self._lse = array("lse", (rows, group), np.float32)
+        self._weights = array("weights", (rows, group, width), np.float32)
 
     def _pool(self) -> Array:
         """The top tier's slots as elements."""
@@ -352,14 +363,3 @@ class Batch:
 def _nothing(rows: int) -> Visit:
     none: Ids = np.empty(0, np.int32)
     return Visit(np.zeros(rows + 1, np.int64), none, none.astype(np.uint8), none, is_whole=True)
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """The elements of a tensor as NumPy or, on a GPU, CuPy array that shares its memory."""
-    if tensor.device.type == "cpu":
-        return to_array(tensor)
-    from tierstore.arrays import cupy
-
-    stored = tensor.detach().view(torch.int16) if tensor.element_size() == 2 else tensor.detach()
-    array: Array = cupy().from_dlpack(stored)
-    return array.view(np.uint16) if tensor.dtype == torch.bfloat16 else array

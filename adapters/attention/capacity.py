@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def reserve_backing(store: BlockStore, blocks: int) -> None:
-    """Take the backing tier's room for a prompt at once, so that a tier too small is known early."""
+    """Take the backing tier's room for a prompt at once: a tier too small is known early."""
     tier = store.tiers[store.backing]
     size = store.layout.block_bytes
     limit = store.limit(store.backing)
     if blocks > limit:
         raise CapacityError(
-            f"{tier.name}: the KV cache of this prompt takes {format_size(blocks * size)}, but there is room for "
-            f"{format_size(limit * size)}: raise {tier.name}=, or add disk= to hold what does not fit"
+            f"{tier.name}: the KV cache of this prompt takes {format_size(blocks * size)}, but "
+            f"there is room for {format_size(limit * size)}: raise {tier.name}= or add disk="
         )
     store.resize(store.backing, min(limit, blocks + blocks // 16))
 
 
 def fit_middle_tiers(store: BlockStore, blocks: int) -> None:
-    """Let the tiers between the first and the last hold all `blocks`, as far as their limits allow."""
+    """Let the tiers between first and last hold all `blocks`, as far as their limits allow."""
     for level in range(1, store.backing):
         wanted = min(store.limit(level), blocks + blocks // 8)
         if wanted > store.tiers[level].capacity:
@@ -51,8 +51,8 @@ def fit_top_tier(store: BlockStore, segments: Ids, wanted: Pointers, reserved_by
         needed = other + reserved_bytes + len(segments) * size
         raise CapacityError(
             f"{tier.name}: the limit must hold index, sinks, local windows and work space "
-            f"({format_size(other + reserved_bytes)}) and at least one block per layer and KV head: raise "
-            f"{tier.name}= to more than {format_size(needed)}"
+            f"({format_size(other + reserved_bytes)}) and at least one block per layer and KV "
+            f"head: raise {tier.name}= to more than {format_size(needed)}"
         )
     quota = np.maximum(wanted * slots // max(total, 1), 1)
     quota -= np.maximum(0, np.cumsum(quota) - slots) if quota.sum() > slots else 0

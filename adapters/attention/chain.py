@@ -45,11 +45,12 @@ class TierStack:
         """
         if fast is None and dram is None:
             raise ConfigError(
-                "no memory tier: expected fast=, dram= or both, for example dram='1GiB' (and disk='kv/' to hold more)"
+                "no memory tier: expected fast=, dram= or both, for example dram='1GiB' "
+                "(and disk='kv/' to hold more)"
             )
         if fast is None and device.type != "cpu":
             raise ConfigError(
-                f"the model is on {device}: expected fast='...', the limit of device memory for blocks"
+                f"the model is on {device}: expected fast='...', the limit of device memory"
             )
         tiers: list[Tier] = []
         if fast is not None:

@@ -37,22 +37,23 @@ class SparseAttention:
     ----------
     geometry: sizes of the model.
     preset: which system to be, by name or as a `Preset`.
-    budget: share of the context (a float in (0, 1]) or number of tokens that a step selects per KV head;
-        the preset's by default. Sinks and local window are attended beside it.
+    budget: share of the context (a float in (0, 1]) or number of tokens that a step selects per KV
+        head; the preset's by default. Sinks and local window are attended beside it.
     fast: limit of the fast tier: K and V there, index, sinks, local windows and work space.
-    dram: limit of the DRAM tier: K and V there, directory, policy state, staging; without a fast tier
-        also what that would hold.
-    disk: directory for the disk tier, which then holds every block. Its files are private and disappear
-        with the process, unless `keep`.
-    window: capacity of the fast tier in budgets; the preset's by default, less if the limit is tight.
-    tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window` then
-        says whether the first tier is a window (a number) or a plain cache (None).
+    dram: limit of the DRAM tier: K and V there, directory, policy state, staging; without a fast
+        tier also what that would hold.
+    disk: directory for the disk tier, which then holds every block. Its files are private and
+        disappear with the process, unless `keep`.
+    window: capacity of the fast tier in budgets; the preset's by default, less where the limit is
+        tight.
+    tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
+        then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
 
     Errors
     ------
-    ConfigError: an argument is wrong. CapacityError: a limit is too small for the prompt or the disk is
-    full; the past is then incomplete, and `reset` is the way on.
+    ConfigError: an argument is wrong. CapacityError: a limit is too small for the prompt or the
+    disk is full; the past is then incomplete, and `reset` is the way on.
     """
 
     def __init__(
@@ -138,14 +139,14 @@ class SparseAttention:
         Parameters
         ----------
         key, value: [B, Hkv, T, d] and [B, Hkv, T, e], the new tokens, none of them padding.
-        query: [B, Hq, t, d], the last queries of the text. They rank its blocks, so that the best start
+        query: [B, Hq, t, d], the last queries of the text. They rank its blocks: the best start
             in the upper tiers; without them, tiers fill as blocks are used.
         scale: factor on the logits, the same at every call.
         """
         self._batch_for(key, scale).absorb(layer, key, value, query)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences of the batch."""
+        """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences."""
         batch = self._stored()
         if not rows or min(rows) < 0 or max(rows) >= len(batch.tokens):
             raise ConfigError(
@@ -159,7 +160,7 @@ class SparseAttention:
         batch = self._stored()
         if not 0 <= tokens <= int(batch.tokens.min()):
             raise ConfigError(
-                f"crop of {tokens} tokens: expected 0 to {batch.tokens.min()}, the shortest sequence"
+                f"crop of {tokens} tokens: expected 0 to {batch.tokens.min()}, the shortest text"
             )
         batch.crop(tokens)
 
@@ -240,7 +241,8 @@ class SparseAttention:
             )
         if len(batch.tokens) != key.shape[0]:
             raise ConfigError(
-                f"{key.shape[0]} sequences come, {len(batch.tokens)} are stored: reset() or select_rows() first"
+                f"{key.shape[0]} sequences come, {len(batch.tokens)} are stored: "
+                "reset() or select_rows() first"
             )
         return batch
 

@@ -1,13 +1,13 @@
-"""Exact attention for many queries at once: prefill, and later turns over a past that lies in tiers."""
+"""Exact attention for many queries at once: prefill, and later turns over a tiered past."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from tierstore.kernels.reference import merge_partials, partial_attention
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,7 @@ Piece = tuple[torch.Tensor, torch.Tensor]
 def causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention with nothing before: query [B, Hq, T, d], key, value [B, Hkv, T, d]; same as query."""
+    """Causal attention with nothing before: query [B, Hq, T, d], key, value [B, Hkv, T, d]."""
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=grouped

@@ -32,7 +32,7 @@ class Geometry:
             )
         if self.dtype not in SUPPORTED:
             raise ConfigError(
-                f"dtype={self.dtype}: expected float32, float16 or bfloat16; load the model in one of them"
+                f"dtype={self.dtype}: expected float32, float16 or bfloat16: load the model so"
             )
 
     @property

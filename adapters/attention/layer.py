@@ -16,13 +16,12 @@ from tierstore.kernels import tables
 from tierstore.kernels.element import is_host, stored_dtype, to_tensor
 
 if TYPE_CHECKING:
-    from tierstore.interfaces import IndexContext
     from collections.abc import Iterator, Sequence
 
     from tierstore.adapters.attention.exact import Piece
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
-    from tierstore.interfaces import Bytes, Ids, Index
+    from tierstore.interfaces import Bytes, Ids, Index, IndexContext
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
     from tierstore.store import BlockStore
@@ -33,7 +32,7 @@ SEAL_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Sealed:
-    """Tokens on their way from a strip to blocks: keys and values [H, n, .] of sequence `sequence`."""
+    """Tokens on their way from a strip to blocks: keys and values [H, n, .] of one sequence."""
 
     sequence: int
     keys: torch.Tensor
@@ -163,7 +162,7 @@ class Layer:
         )
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forget the last `tokens` tokens of one sequence, and fill its local window up from blocks."""
+        """Forget the last `tokens` tokens of a sequence; its local window fills up from blocks."""
         rows, size, sinks = self.rows(sequence), self._preset.block_tokens, self._preset.sinks
         have_blocks, strip = int(self.blocks[rows][0]), int(self.strip_length[rows][0])
         left = strip + have_blocks * size - tokens

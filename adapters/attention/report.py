@@ -13,7 +13,7 @@ from tierstore.sizes import format_size
 
 @dataclass(frozen=True)
 class TierReport:
-    """One tier. Bytes moved are block payloads; `used_for` says what the tier's limit was spent on."""
+    """One tier. Bytes moved are block payloads; `used_for` is what the limit was spent on."""
 
     name: str
     medium: str
@@ -62,12 +62,14 @@ class Report:
             limit = "free space" if tier.limit_bytes is None else format_size(tier.limit_bytes)
             table.add_row(
                 tier.name, tier.medium, limit, format_size(tier.peak_bytes), f"{tier.hits:,}",
-                format_size(tier.bytes_read), format_size(tier.bytes_written), f"{tier.evictions:,}",
+                format_size(tier.bytes_read), format_size(tier.bytes_written),
+                f"{tier.evictions:,}",
             )  # fmt: skip
         window = "" if self.window is None else f", window x{self.window:.2f}"
         table.caption = (
-            f"first-tier hit rate {self.hit_rate:.1%} of {self.selected_blocks:,} blocks selected{window}; "
-            f"index {format_size(self.index_bytes)}; context {self.context_tokens:,} tokens; kernels: {self.kernels}"
+            f"first-tier hit rate {self.hit_rate:.1%} of {self.selected_blocks:,} blocks selected"
+            f"{window}; index {format_size(self.index_bytes)}; "
+            f"context {self.context_tokens:,} tokens; kernels: {self.kernels}"
         )
         table.caption_justify = "left"
         return table

@@ -1,17 +1,18 @@
-"""Named compositions of index, policy and rules; each reproduces a published system or is a yardstick."""
+"""Named compositions of index, policy and rules: published systems, and yardsticks for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
 from tierstore.policies import LRU, Lookahead, Random
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tierstore.interfaces import EvictionPolicy, Index
     from collections.abc import Callable
+
+    from tierstore.interfaces import EvictionPolicy, Index
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class Preset:
             or self.observation < 1
         ):
             raise ConfigError(
-                f"preset {self.name!r}: expected block_tokens, local, window and observation >= 1 and sinks >= 0, "
-                f"found {self.block_tokens}, {self.local}, {self.window}, {self.observation} and {self.sinks}"
+                f"preset {self.name!r}: expected block_tokens, local, window and observation >= 1 "
+                f"and sinks >= 0, found {self.block_tokens}, {self.local}, {self.window}, "
+                f"{self.observation} and {self.sinks}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Numba kernels over NumPy arrays: they release the GIL, allocate little, and are cached on disk."""
+"""Numba kernels over NumPy arrays: they release the GIL and are cached on disk."""
 
 from tierstore.kernels.cpu.attend import attend_kernel
 from tierstore.kernels.cpu.score import score_kernel, select

@@ -7,9 +7,8 @@ from numba import njit
 
 from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, prefetch, widen
 
-
 AHEAD = 8
-"""Blocks are scattered over memory: their lines are asked for this many blocks before they are used."""
+"""Blocks are scattered: their cache lines are asked for this many blocks before they are used."""
 
 
 @lru_cache(maxsize=64)

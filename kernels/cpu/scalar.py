@@ -1,4 +1,4 @@
-"""Small pieces that every CPU kernel shares: widening, narrowing, prefetching, a vectorisable exponential.
+"""What every CPU kernel shares: widening, narrowing, prefetching, a vectorisable exponential.
 
 KV elements are stored as bit patterns, and the NumPy type of an array says which: ``uint16`` holds
 bfloat16, ``int16`` holds IEEE half precision (Numba has no such scalars on a CPU), ``float32`` is
@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
-"""Reductions may be reordered; infinities and NaN keep their meaning (an empty set has lse = -inf)."""
+"""Reductions may be reordered; infinities keep their meaning (an empty set has lse = -inf)."""
 
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)

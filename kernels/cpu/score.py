@@ -1,4 +1,4 @@
-"""Score every unit of an index against the queries of its row, and pick the best within a budget."""
+"""Score every unit of an index against its row's queries, and pick the best within a budget."""
 
 from functools import lru_cache
 
@@ -59,7 +59,7 @@ def score_kernel(group, dim):
 
 @njit(cache=True, nogil=True)
 def _threshold(scores, costs, order, n, budget):
-    """The largest v such that units scoring >= v cost at least `budget`, by weighted quickselect."""
+    """The largest v such that units scoring >= v cost at least `budget` (quickselect)."""
     for i in range(n):
         order[i] = i
     low = 0

@@ -1,4 +1,4 @@
-"""On the real demo model, a whole budget changes nothing, however many tiers the cache is spread over."""
+"""On the real demo model, a whole budget changes nothing, however many tiers there are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
 def run(
     loaded: LoadedModel, ids: torch.Tensor, cache: dict[str, object], forced: Sequence[int] = ()
 ) -> Run:
-    """`STEPS` steps of greedy generation; with `forced`, those tokens are fed instead of the best."""
+    """`STEPS` steps of greedy generation; `forced` tokens are fed instead of the best ones."""
     tokens, logits, layers = [], [], []
     for step in range(STEPS):
         output = loaded.model(ids, use_cache=True, output_hidden_states=True, **cache)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+
 from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCALE = 0.21
 
@@ -20,7 +24,9 @@ class Story:
     def __init__(self, geometry: Geometry, sequences: int, seed: int = 0) -> None:
         self.geometry, self.sequences = geometry, sequences
         self.generator = torch.Generator().manual_seed(seed)
-        empty = torch.zeros(sequences, geometry.kv_heads, 0, geometry.head_dim, dtype=geometry.dtype)
+        empty = torch.zeros(
+            sequences, geometry.kv_heads, 0, geometry.head_dim, dtype=geometry.dtype
+        )
         self.keys = [empty.clone() for _ in range(geometry.layers)]
         self.values = [empty.clone() for _ in range(geometry.layers)]
 
@@ -36,7 +42,9 @@ class Story:
         self.values[layer] = torch.cat([self.values[layer], value], 2)
         return query, key, value
 
-    def attention(self, layer: int, row: int, query: torch.Tensor, positions: list[int]) -> np.ndarray:
+    def attention(
+        self, layer: int, row: int, query: torch.Tensor, positions: list[int]
+    ) -> np.ndarray:
         """Attention of the last query over those positions, [G, d] in float64."""
         sequence, head = divmod(row, self.geometry.kv_heads)
         group = self.geometry.query_heads // self.geometry.kv_heads
@@ -64,7 +72,9 @@ def check_step(engine: SparseAttention, story: Story, tolerance: float) -> list[
         for row, positions in enumerate(rows):
             assert len(set(positions)) == len(positions), "a token was attended twice"
             assert set(range(min(4, total))) <= set(positions), "a sink is missing"
-            assert set(range(max(0, total - 64), total)) <= set(positions), "local window incomplete"
+            assert set(range(max(0, total - 64), total)) <= set(positions), (
+                "local window incomplete"
+            )
             expected = story.attention(layer, row, query, positions)
             sequence, head = divmod(row, story.geometry.kv_heads)
             found = out[sequence, 0, head * group : (head + 1) * group].double().numpy()
@@ -73,7 +83,9 @@ def check_step(engine: SparseAttention, story: Story, tolerance: float) -> list[
     return reported
 
 
-def prefilled(preset: str | Preset, story: Story, tokens: int, **options: object) -> SparseAttention:
+def prefilled(
+    preset: str | Preset, story: Story, tokens: int, **options: object
+) -> SparseAttention:
     engine = SparseAttention(story.geometry, preset=preset, record=True, **options)  # type: ignore[arg-type]
     for layer in range(story.geometry.layers):
         engine.attend(layer, *story.tell(layer, tokens), scale=SCALE)
@@ -125,7 +137,9 @@ def test_short_contexts_grow_into_blocks_one_token_at_a_time(tokens: int) -> Non
     engine.close()
 
 
-def test_a_whole_budget_attends_to_every_token_even_through_a_tiny_fast_tier(tmp_path: Path) -> None:
+def test_a_whole_budget_attends_to_every_token_even_through_a_tiny_fast_tier(
+    tmp_path: Path,
+) -> None:
     story = Story(small(), sequences=1)
     engine = prefilled(
         "kvdrive", story, 700, budget=1.0, fast="150KiB", dram="90KiB", disk=tmp_path / "kv"
@@ -151,7 +165,9 @@ def test_a_budget_in_tokens_is_kept() -> None:
 
 def test_a_second_turn_is_exact_over_the_tiered_past(tmp_path: Path) -> None:
     story = Story(small(), sequences=2)
-    engine = prefilled("kvdrive", story, 330, budget=0.1, fast="250KiB", dram="200KiB", disk=tmp_path / "kv")
+    engine = prefilled(
+        "kvdrive", story, 330, budget=0.1, fast="250KiB", dram="200KiB", disk=tmp_path / "kv"
+    )
     for _ in range(40):
         check_step(engine, story, 2e-5)
     for layer in range(story.geometry.layers):

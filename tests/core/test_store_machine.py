@@ -161,11 +161,11 @@ class StoreMachine(RuleBasedStateMachine):
         with self.allowed(CapacityError) as raised:
             self.append_to(segments, random, count)
         if raised and self.store.memory.limit_bytes == 1 << 62:
-            free = self.store.free_blocks(self.store.backing)
+            free = self.store._moves.residency[self.store.backing].free_slots
             assert free + self.growth(self.store.backing) < wanted, raised
 
     def tables_are_limited(self, level: int) -> bool:
-        """Whether the limit of another tier may leave too little room for the tables of this one."""
+        """Whether another tier's limit may leave too little room for the tables of this one."""
         memory = self.store.memory
         return memory is not self.tiers[level].memory and memory.limit_bytes < 1 << 62
 

@@ -82,7 +82,7 @@ class MemoryTier(Tier):
 def copy(
     source: Bytes, source_rows: Ids, target: Bytes, target_rows: Ids, start: int, stop: int
 ) -> None:
-    """target[target_rows, start:stop] = source[source_rows, start:stop], on whatever side they are."""
+    """target[target_rows, start:stop] = source[source_rows, start:stop], wherever they are."""
     if is_host(source) and is_host(target):
         width = next(
             w for w in (8, 4, 2, 1) if not (start | stop | source.shape[1] | target.shape[1]) % w

@@ -93,7 +93,7 @@ class MmapTier(Tier):
         except OSError as error:
             os.ftruncate(self._fd, self.used_bytes)
             raise CapacityError(
-                f"{self.name}: cannot have {format_size(size)} in {str(self.path)!r} ({error.strerror}): "
+                f"{self.name}: no {format_size(size)} in {str(self.path)!r} ({error.strerror}): "
                 "free disk space, choose another directory or lower the context"
             ) from error
 

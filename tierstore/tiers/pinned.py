@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PinnedTier(MemoryTier):
-    """Blocks in host memory. `is_pinned` says whether the pages are locked for the GPU's copy engine."""
+    """Blocks in host memory. `is_pinned`: the pages are locked for the GPU's copy engine."""
 
     def __init__(self, layout: BlockLayout, limit: int | str, *, name: str = "dram") -> None:
         limit_bytes = parse_size(limit, name)
