@@ -247,7 +247,8 @@ class ScoringIndex(Index):
 
     def _on_host(self, name: str) -> Array:
         array: Array = getattr(self, name)
-        return array.copy() if is_host(array) else array.get()
+        host: Array = array.copy() if is_host(array) else to_tensor(array).cpu().numpy()
+        return host
 
     def _kind(self) -> npt.NDArray[np.str_]:
         """What an index and a saved state must agree in."""

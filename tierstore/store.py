@@ -429,7 +429,7 @@ class BlockStore:
         with self._lock:
             numbers = np.arange(first, first + count, dtype=np.int32)
             blocks = np.broadcast_to(numbers, (len(segments), count))
-            handles = self.space.handles_of(segments, blocks).reshape(-1)
+            handles = self._handles(segments, blocks)
             self._moves.read(handles, out.reshape(len(handles), self.layout.block_bytes))
             valid: Bytes = self._moves.valid.array[handles].reshape(len(segments), count)
             return valid
@@ -438,7 +438,7 @@ class BlockStore:
     def lease(self, segments: Ids, blocks: Ids) -> Iterator[None]:
         """Hold ``blocks[i, :]`` of ``segments[i]`` wherever they are until the context ends."""
         with self._lock:
-            handles = self.space.handles_of(segments, blocks).reshape(-1)
+            handles = self._handles(segments, blocks)
             np.add.at(self._moves.leases.array, handles, 1)
             self._leased += len(handles)
         try:
@@ -447,6 +447,18 @@ class BlockStore:
             with self._lock:
                 np.subtract.at(self._moves.leases.array, handles, 1)
                 self._leased -= len(handles)
+
+    def _handles(self, segments: Ids, blocks: Ids) -> Ids:
+        """Handles of ``blocks[i, :]`` of ``segments[i]``, one after the other; each must exist."""
+        have = self.space.blocks[segments][:, None]
+        wrong = (blocks < 0) | (blocks >= have)
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            raise ConfigError(
+                f"block {blocks[row, column]} of segment {segments[row]}: expected one of its "
+                f"{have[row, 0]} blocks"
+            )
+        return self.space.handles_of(segments, blocks).reshape(-1)
 
     def validate(self) -> None:
         """Assert every invariant of the directory; for tests."""
