@@ -39,7 +39,7 @@ _RATIOS = (
 )
 
 
-def run(say: Say, *, repeat: int = 7, tokens: int = 32_768, layers: int = 32) -> Findings:
+def run(say: Say, *, repeat: int = 5, tokens: int = 32_768, layers: int = 32) -> Findings:
     """Measure so many layers of Llama-3-8B."""
     return measure(say, replace(LLAMA_3_8B, layers=layers), repeat=repeat, tokens=tokens)
 

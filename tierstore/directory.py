@@ -115,7 +115,8 @@ class HandleSpace:
     def all_handles(self, segment: int, first: int = 0) -> Ids:
         """Handles of the blocks of `segment` from number `first` on."""
         blocks = np.arange(first, self.blocks[segment], dtype=np.int32)[None]
-        return self.handles_of(np.array([segment], np.int32), blocks)[0]
+        handles: Ids = self.handles_of(np.array([segment], np.int32), blocks)[0]
+        return handles
 
     def truncate(self, segment: int, blocks: int) -> None:
         """Let `segment` end after so many blocks at most; chunks no longer needed become free."""

@@ -212,17 +212,20 @@ class BlockStore:
         of a domain are leased than its quota: then nothing has changed.
         """
         with self._changing():
-            top = self._moves.residency[0]
-            top.reserve(0, int(blocks.max(initial=0)))
+            top, name = self._moves.residency[0], self.tiers[0].name
             total = int(top.quota.sum() - top.quota[domains].sum() + blocks.sum())
             if total > top.slots:
                 raise ConfigError(
                     f"quotas of {total} blocks: expected at most {top.slots}, the top tier's slots"
                 )
-            if (self._leased_in(domains)[domains] > blocks).any():
+            top.reserve(0, int(blocks.max(initial=0)))
+            if total > top.slots:
                 raise CapacityError(
-                    f"{self.tiers[0].name}: leased blocks are in the way: release them first"
+                    f"{name}: tables for quotas of {total} blocks leave room for {top.slots}: "
+                    "raise the limit or lower the quotas"
                 )
+            if (self._leased_in(domains)[domains] > blocks).any():
+                raise CapacityError(f"{name}: leased blocks are in the way: release them first")
             over = np.maximum(top.counts[domains] - blocks, 0).astype(np.int64)
             if over.any():
                 self._moves.step += 1

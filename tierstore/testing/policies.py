@@ -132,7 +132,8 @@ class History:
         )
 
     def victims(self, facts: list[Fact]) -> list[int]:
-        return self.policy.victims(self.demand(facts)).tolist()
+        victims: list[int] = self.policy.victims(self.demand(facts)).tolist()
+        return victims
 
 
 class PolicyTests(ABC):

@@ -47,7 +47,7 @@ class TierTests(ABC):
     def make_tier(self, layout: BlockLayout, limit_bytes: int, folder: Path) -> Tier:
         """A tier without slots that may occupy so many bytes; `folder` is for its files."""
 
-    @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
+    @pytest.fixture(params=list(LAYOUTS.values()), ids=list(LAYOUTS))
     def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         tier = self.make_tier(request.param, LIMIT_BYTES, tmp_path)
         yield tier
