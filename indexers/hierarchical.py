@@ -33,7 +33,7 @@ class HierarchicalIndex(ScoringIndex):
         shape: IndexShape,
         *,
         tokens_per_centroid: float = 15.0,
-        segment_tokens: int = 8192,
+        segment_tokens: int = 2048,
         iterations: int = 10,
     ) -> None:
         if tokens_per_centroid < 1 or segment_tokens < shape.block_tokens or iterations < 1:

@@ -95,7 +95,9 @@ def make_tier(kind: str, limit_bytes: int, folder: Path, number: int = 0) -> Tie
         return MmapTier(LAYOUT, folder / name, limit_bytes, name=name)
     if kind == "late":
         return LateTier(LAYOUT, limit_bytes, name)
-    return {"device": DeviceTier, "pinned": PinnedTier}[kind](LAYOUT, limit_bytes, name=name)
+    if kind == "device":
+        return DeviceTier(LAYOUT, limit_bytes, name=name)
+    return PinnedTier(LAYOUT, limit_bytes, name=name)
 
 
 @contextmanager

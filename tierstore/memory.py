@@ -54,7 +54,11 @@ class HostBuffer:
         """Whether a device knows the pages by their place in memory, so that none may go."""
 
     def resize(self, nbytes: int) -> None:
-        """Hand the pages beyond `nbytes` back to the system."""
+        """Ask for large pages up to `nbytes`, and hand those beyond back to the system."""
+        whole = nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+            # First touches cost a fault per page; only pages that the slots fill may be large.
+            self._map.madvise(mmap.MADV_HUGEPAGE, 0, whole)
         start = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if start < len(self._map) and not self.is_locked:
             self._map.madvise(mmap.MADV_DONTNEED, start, len(self._map) - start)

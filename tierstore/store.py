@@ -25,7 +25,7 @@ from tierstore.sizes import format_size
 from tierstore.transfer import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from tierstore.interfaces import EvictionPolicy, Tier
     from tierstore.layout import BlockLayout
@@ -324,7 +324,7 @@ class BlockStore:
 
     # Reading
 
-    def visit(self, selection: Selection, segments: Ids) -> Iterator[Visit]:
+    def visit(self, selection: Selection, segments: Ids) -> Generator[Visit, None, None]:
         """Bring the selected blocks of each row into the top tier, and yield them.
 
         Usually once. A selection larger than its domain comes in several visits that together hold

@@ -101,11 +101,8 @@ class Batch:
         fit_middle_tiers(self.store, rows * blocks)
         self._is_fitted = False
         self._most_residents = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sequence has a token yet."""
-        return not self.tokens.any()
+        self._lse: Array = np.empty((0, 0), np.float32)
+        self._weights: Array = np.empty((0, 0, 0), np.float32)
 
     @property
     def index_bytes(self) -> int:
@@ -124,7 +121,7 @@ class Batch:
     ) -> torch.Tensor:
         """Exact attention of new tokens [B, ., T, .] over past and themselves; then store them."""
         layer, new = self.layers[number], query.shape[2]
-        starts = not layer.tokens.any()
+        starts = layer.is_empty
         if number == 0:
             counts = new if valid is None else valid.sum(1).cpu().numpy()
             self.tokens = self.tokens + counts
@@ -249,41 +246,46 @@ class Batch:
     ) -> torch.Tensor:
         """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every sequence."""
         layer, geometry = self.layers[number], self.rules.geometry
-        rows = len(layer.segments)
         if number == 0:
-            self._keep = (
-                np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
-            )
-            self.tokens = self.tokens + self._keep
-            self._budgets: Ids = np.repeat(self.budgets(), layer.heads).astype(np.int32)
+            self._begin_step(valid)
+        rows = len(layer.segments)
         layer.append_token(
             as_array(key.reshape(rows, -1)), as_array(value.reshape(rows, -1)), self._keep
         )
+        out = query.new_empty((rows, geometry.group, geometry.value_size))
         q = as_array(query.reshape(rows, geometry.group, geometry.head_dim))
-        out = torch.empty(
-            (layer.sequences, 1, geometry.query_heads, geometry.value_size),
-            dtype=query.dtype,
-            device=query.device,
-        )
-        if layer.blocks.any():
+        if self._has_blocks:
             self._attend_blocks(number, q, out)
         else:
-            self._take_work_space(layer, 0, _nothing(rows).row_ptr)
+            self._take_work_space(layer, 0)
             self._attend(layer, q, _nothing(rows), out, merge=False)
             self._note(number, _nothing(rows), is_first=True)
-        for sequence in layer.full_sequences():
+        for sequence in self._full:
             sealed = layer.absorb(sequence, key[sequence, :, :0], value[sequence, :, :0])
             assert sealed is not None
             self._index(number, sealed, None)
             layer.store_tokens(sealed, None)
-        return out
+        return out.view(layer.sequences, 1, geometry.query_heads, geometry.value_size)
+
+    def _begin_step(self, valid: torch.Tensor | None) -> None:
+        """What is the same in every layer of a step; the layers are in the same state."""
+        layer = self.layers[0]
+        self._keep = (
+            np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
+        )
+        self.tokens = self.tokens + self._keep
+        budgets = np.repeat(self.budgets(), layer.heads)
+        self._budgets: Ids = np.minimum(budgets, layer.blocks).astype(np.int32)
+        self._has_blocks = bool(layer.blocks.any())
+        self._full = layer.full_sequences(self._keep)
 
     def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
-        selection = layer.index.select(query, np.minimum(self._budgets, layer.blocks))
+        selection = layer.index.select(query, self._budgets)
+        longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         # A visit pins blocks, so the work space must be there before: taking it may move some.
-        self._take_work_space(layer, self._most_residents, selection.row_ptr)
+        self._take_work_space(layer, max(longest, self._most_residents))
         partial: torch.Tensor | None = None
         for i, visit in enumerate(self.store.visit(selection, layer.segments)):
             if visit.is_whole and self.rules.attends_residents:
@@ -299,22 +301,21 @@ class Batch:
         self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool
     ) -> None:
         """Blocks of a visit, and at the first visit the strips."""
-        rows, group = query.shape[0], query.shape[1]
         strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
         kernels.attend_blocks(
             query, self._pool(), self._shape, visit.row_ptr, visit.slots, visit.valid,
             layer.strip_key, layer.strip_value, strip, self.scale,
-            as_array(out.view(rows, group, -1)), self._lse, self._weights, merge=merge,
+            as_array(out), self._lse, self._weights, merge=merge,
         )  # fmt: skip
 
-    def _take_work_space(self, layer: Layer, blocks: int, row_ptr: Pointers) -> None:
-        """Room for the weights of the longest row: `blocks`, or more if it selects more."""
+    def _take_work_space(self, layer: Layer, blocks: int) -> None:
+        """Room for the weights of rows of so many blocks."""
         rows, group = len(layer.segments), self.rules.geometry.group
-        blocks = max(blocks, int((row_ptr[1:] - row_ptr[:-1]).max()))
         width = blocks * self.rules.preset.block_tokens + layer.strip_room
-        array = self._device_scratch.array
-        self._lse = array("lse", (rows, group), np.float32)
-        self._weights = array("weights", (rows, group, width), np.float32)
+        if self._weights.shape[0] != rows or self._weights.shape[2] < width:
+            array = self._device_scratch.array
+            self._lse = array("lse", (rows, group), np.float32)
+            self._weights = array("weights", (rows, group, width), np.float32)
 
     def _pool(self) -> Array:
         """The top tier's slots as elements."""

@@ -119,7 +119,7 @@ class SparseAttention:
         [B, T, Hq, e] in the query's dtype; at padding it is finite and means nothing.
         """
         batch = self._batch_for(key, scale)
-        if query.shape[2] == 1 and batch.layers[layer].tokens.any():
+        if query.shape[2] == 1 and not batch.layers[layer].is_empty:
             return batch.step(layer, query, key, value, valid)
         return batch.extend(layer, query, key, value, valid)
 

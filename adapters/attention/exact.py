@@ -74,5 +74,5 @@ def importance(
     query [Hkv, G * w, d], key [Hkv, n, d] with n a multiple of `block_tokens`. Returns the
     attention mass [Hkv, n / block_tokens], summed over queries and tokens.
     """
-    mass = (query.float() @ key.float().transpose(1, 2) * scale).softmax(-1).sum(1)
+    mass = ((query @ key.transpose(1, 2)).float() * scale).softmax(-1).sum(1)
     return mass.view(*mass.shape[:-1], -1, block_tokens).sum(-1)

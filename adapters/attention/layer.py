@@ -79,6 +79,11 @@ class Layer:
         """Tokens of each row, wherever they are."""
         return self.strip_length + self.blocks * np.int32(self._preset.block_tokens)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has a token."""
+        return not self.strip_length.any()
+
     def rows(self, sequence: int) -> slice:
         """The rows of one sequence."""
         return slice(sequence * self.heads, (sequence + 1) * self.heads)
@@ -95,10 +100,13 @@ class Layer:
         self.strip_value[kept, self.strip_length[kept]] = value[kept]
         self.strip_length[kept] += 1
 
-    def full_sequences(self) -> list[int]:
-        """Sequences whose strip should hand tokens over to blocks."""
+    def full_sequences(self, coming: Array) -> list[int]:
+        """Sequences whose strip should hand tokens to blocks once `coming` [B] more are in it."""
         limit = self._preset.sinks + self._preset.local + SEAL_BLOCKS * self._preset.block_tokens
-        return np.flatnonzero(self.strip_length[:: self.heads] >= limit).tolist()
+        full: list[int] = np.flatnonzero(
+            self.strip_length[:: self.heads] + coming >= limit
+        ).tolist()
+        return full
 
     def strip(self, sequence: int) -> Piece:
         """Keys and values [H, n, .] that stand in the strips of one sequence."""
@@ -112,7 +120,8 @@ class Layer:
         Sinks and the local window stay in the strip, with the few tokens that do not fill a block.
         """
         old_key, old_value = self.strip(sequence)
-        key, value = torch.cat([old_key, key], 1), torch.cat([old_value, value], 1)
+        if old_key.shape[1]:
+            key, value = torch.cat([old_key, key], 1), torch.cat([old_value, value], 1)
         sinks, size = self._preset.sinks, self._preset.block_tokens
         beyond = key.shape[1] - sinks - self._preset.local
         sealed = max(0, beyond // size) * size

@@ -53,8 +53,9 @@ class TestHierarchicalIndex(IndexTests):
 
 class TestHierarchicalIndexInShortStretches(IndexTests):
     def make_index(self, setting: IndexSetting) -> HierarchicalIndex:
-        options = {"tokens_per_centroid": 6.0, "segment_tokens": 20, "iterations": 2}
-        return HierarchicalIndex(shape_of(setting), **options)
+        return HierarchicalIndex(
+            shape_of(setting), tokens_per_centroid=6, segment_tokens=20, iterations=2
+        )
 
 
 class TestEverything(IndexTests):
@@ -84,7 +85,7 @@ def selected(index: ScoringIndex, query: torch.Tensor, budget: int) -> list[set[
 def masses(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Attention mass [R, G, blocks] of each block under each query head."""
     weights = (query.double() @ keys.double().transpose(1, 2) * SETTING.scale).softmax(-1)
-    return weights.unflatten(2, (-1, SETTING.block_tokens)).sum(-1)
+    return torch.unflatten(weights, 2, (-1, SETTING.block_tokens)).sum(-1)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(1, 24))

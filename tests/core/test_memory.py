@@ -22,6 +22,8 @@ from tierstore.memory import Memory, unlimited
 from tierstore.scratch import Scratch
 
 if TYPE_CHECKING:
+    from hypothesis.stateful import MultipleResults
+
     from tierstore.kernels.element import Array
 
 LIMIT = 10_000
@@ -42,7 +44,8 @@ def test_what_is_taken_is_counted_by_purpose() -> None:
 
 def test_arrays_come_zeroed_in_the_shape_asked_for() -> None:
     array = Memory(LIMIT).take((3, 4), np.float32, "index")
-    assert (array.shape, array.dtype) == ((3, 4), np.float32)
+    assert array.shape == (3, 4)
+    assert array.dtype == np.float32
     assert not array.any()
 
 
@@ -125,8 +128,8 @@ def test_clearing_forgets_everything() -> None:
     memory.take(10, np.uint8, "index")
     memory.clear()
     assert memory.used_bytes == memory.peak_bytes == 0
-    assert memory.on_pressure is None
     memory.resize_slots(LIMIT)
+    assert memory.on_pressure is None
 
 
 def test_unlimited_memory_counts_and_has_no_slots() -> None:
@@ -157,7 +160,7 @@ class MemoryMachine(RuleBasedStateMachine):
         return array
 
     @rule(target=arrays, size=st.integers(0, LIMIT), purpose=st.sampled_from(["index", "staging"]))
-    def take(self, size: int, purpose: str) -> object:
+    def take(self, size: int, purpose: str) -> Array | MultipleResults[Array]:
         others = sum(array.nbytes for array in self.held.values())
         try:
             return self.note(self.memory.take(size, np.uint8, purpose))
@@ -171,7 +174,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.give(array)
 
     @rule(target=arrays, array=consumes(arrays), more=st.integers(0, 400))
-    def grow(self, array: Array, more: int) -> object:
+    def grow(self, array: Array, more: int) -> Array:
         array[:1] = 7
         try:
             larger = self.memory.grow(array, (len(array) + more,), "index")

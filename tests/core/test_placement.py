@@ -37,7 +37,8 @@ def test_rows_are_ranked_on_their_own() -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_nothing_has_no_homes(shape: tuple[int, int]) -> None:
     homes = assign_homes(np.zeros(shape, np.float32), [1, 2])
-    assert (homes.shape, homes.dtype) == (shape, np.uint8)
+    assert homes.shape == shape
+    assert homes.dtype == np.uint8
 
 
 @given(st.integers(0, 99), st.integers(1, 40), st.lists(st.integers(0, 12), max_size=4))

@@ -35,7 +35,7 @@ def test_sizes_are_bytes(size: int | str, expected: int) -> None:
     "size", ["", "MiB", "1e9", "-1", "1,5MiB", "16 M", "16MiB/s", "٣MiBs", "0x10", "nan", "1..5KiB"]
 )
 def test_what_is_no_size_is_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected a number of bytes with a unit") as error:
+    with pytest.raises(ConfigError, match="expected a number and a unit") as error:
         parse_size(size, "dram")
     assert str(error.value).startswith(f"dram={size!r}: ")
 

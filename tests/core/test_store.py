@@ -316,7 +316,7 @@ def test_a_selection_larger_than_its_domain_comes_in_several_visits(
 
 def test_a_visit_says_whether_it_is_all(make_store: Callable[..., BlockStore]) -> None:
     it = filled(make_store("device", "mmap", slots=(2,)), 1, 4, quota=2)
-    for blocks, expected in ([[0, 1], [True]], [[0, 1], [True]], [[0, 1, 2], [False, False]]):
+    for blocks, expected in (([0, 1], [True]), ([0, 1], [True]), ([0, 1, 2], [False, False])):
         visits = it.store.visit(it.select(blocks), it.segments)
         assert [visit.is_whole for visit in visits] == expected
 
@@ -464,13 +464,14 @@ def test_leased_blocks_stand_in_the_way_of_smaller_quotas_and_tiers(
     it.visit([0, 1], [0, 1])
     slots = it.store._moves.residency[0].slot_of.array.copy()
     with it.store.lease(it.segments[:1], np.array([[0, 1, 1]], np.int32)):
-        for change in (
+        changes: list[Callable[[], None]] = [
             lambda: it.store.set_quota(it.segments, np.array([1, 3])),
             lambda: it.store.resize(0, 3),
             lambda: it.store.resize(0, 1),
             lambda: it.store.truncate(it.segments, 1),
             lambda: it.store.drop(it.segments),
-        ):
+        ]
+        for change in changes:
             with pytest.raises(CapacityError, match="leased"):
                 change()
         assert np.array_equal(it.store._moves.residency[0].slot_of.array, slots)

@@ -162,7 +162,7 @@ def test_a_full_disk_refuses_and_changes_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fill_up)
-    with pytest.raises(CapacityError, match=r"cannot have 1\.0 MiB in .*No space left on device"):
+    with pytest.raises(CapacityError, match=r"no 1\.0 MiB in .*No space left on device"):
         tier.resize(1024)
     assert tier.capacity == 8
     assert (tmp_path / "blocks").stat().st_size == tier.used_bytes == 8 * BLOCK
