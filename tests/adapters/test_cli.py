@@ -400,7 +400,7 @@ def test_a_full_disk_ends_in_one_sentence(model_directory: Path, tmp_path: Path)
         preexec_fn=limit_files_to_a_mebibyte,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("tierstore: error: disk: cannot have ")
+    assert done.stderr.startswith("tierstore: error: disk: no ")
     assert "File too large" in done.stderr
     assert done.stderr.count("\n") == 1
     assert files_under(tmp_path) == ["document.txt"]
