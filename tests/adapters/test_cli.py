@@ -423,8 +423,8 @@ def running(model_directory: Path, document: Path) -> Iterator[subprocess.Popen[
         text=True,
     )
     assert process.stdout is not None
-    # The question and an empty line come before the prefill, the answer after it.
-    process.stdout.read(len("Why?\n\n") + 1)
+    # Far enough into the answer that no kernel is being compiled: that drops a signal's exception.
+    process.stdout.read(len("Why?\n\n") + 20)
     yield process
     process.kill()
     process.communicate(timeout=60)
