@@ -39,9 +39,10 @@ class SparseAttention:
     preset: which system to be, by name or as a `Preset`.
     budget: share of the context (a float in (0, 1]) or number of tokens that a step selects per KV
         head; the preset's by default. Sinks and local window are attended beside it.
-    fast: limit of the fast tier: K and V there, index, sinks, local windows and work space.
-    dram: limit of the DRAM tier: K and V there, directory, policy state, staging; without a fast
-        tier also what that would hold.
+    fast: limit of the fast tier: K and V there, representatives of the index, sinks, local windows
+        and work space.
+    dram: limit of the DRAM tier: K and V there, directory, the index's lists, policy state,
+        staging; without a fast tier also what that would hold.
     disk: directory for the disk tier, which then holds every block. Its files are private and
         disappear with the process, unless `keep`.
     window: capacity of the fast tier in budgets; the preset's by default, less where the limit is
