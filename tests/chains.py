@@ -148,6 +148,7 @@ class Unruly(EvictionPolicy):
         self._policy = policy
         self.mistake: str | None = None
         self.mistakes = 0
+        self.removed: list[int] = []
 
     def bind(self, space: HandleSpace) -> None:
         self._policy.bind(space)
@@ -156,6 +157,7 @@ class Unruly(EvictionPolicy):
         self._policy.on_access(access)
 
     def on_remove(self, handles: Ids) -> None:
+        self.removed += handles.tolist()
         self._policy.on_remove(handles)
 
     def victims(self, demand: Demand) -> Ids:

@@ -23,26 +23,32 @@ if TYPE_CHECKING:
     from tierstore.memory import Memory
 
 
-TABLE_BYTES_PER_SLOT = 8
-"""What `Residency` keeps for each slot: who is there, and an entry of the member list."""
+TABLE_BYTES_PER_SLOT = 12
+"""What `Residency` keeps for each slot: who is there, entries of member list and free stack."""
 
 
 class Column:
-    """One number per handle, in `array`; it grows with the space it belongs to."""
+    """One entry per handle, in `array`; it grows with the space it belongs to."""
 
     def __init__(
-        self, memory: Memory, handles: int, dtype: npt.DTypeLike, fill: float, purpose: str
+        self,
+        memory: Memory,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        fill: float,
+        purpose: str,
     ) -> None:
         self._memory = memory
         self._purpose = purpose
         self.fill = fill
-        self.array: Array = memory.take(handles, dtype, purpose)
+        self.array: Array = memory.take(shape, dtype, purpose)
         if fill:
             self.array.fill(fill)
 
     def grow(self, handles: int) -> None:
         """Make room for so many handles."""
-        self.array = self._memory.grow(self.array, (handles,), self._purpose, self.fill)
+        shape = (handles, *self.array.shape[1:])
+        self.array = self._memory.grow(self.array, shape, self._purpose, self.fill)
 
 
 class HandleSpace:
@@ -68,9 +74,15 @@ class HandleSpace:
         """Handles that columns have room for."""
         return len(self.owner_segment) * CHUNK
 
-    def column(self, dtype: npt.DTypeLike, fill: float = 0, purpose: str = "policy") -> Column:
-        """A new column; `fill` is the value of a block that has just been born."""
-        column = Column(self.memory, self.handles, dtype, fill, purpose)
+    def column(
+        self,
+        dtype: npt.DTypeLike,
+        fill: float = 0,
+        purpose: str = "policy",
+        entry: tuple[int, ...] = (),
+    ) -> Column:
+        """A new column with entries of shape `entry`; `fill` is that of a block just born."""
+        column = Column(self.memory, (self.handles, *entry), dtype, fill, purpose)
         self._columns.append(column)
         return column
 
@@ -180,17 +192,14 @@ class Residency:
         self._per_domain: Pointers = self._memory.take((2, 1), np.int64, "directory")
         self.counts, self.quota = self._per_domain
         self.domain_of: Ids = self._memory.take(0, np.int32, "directory")
-        self._free: list[int] = []
-
-    @property
-    def free_slots(self) -> int:
-        """Slots that hold nothing."""
-        return len(self._free)
+        self._free: Ids = self._memory.take(0, np.int32, "directory")
+        self.free_slots = 0
+        """Slots that hold nothing; their numbers are the first so many of a stack."""
 
     @property
     def resident(self) -> int:
         """Blocks in the tier."""
-        return self.slots - len(self._free)
+        return self.slots - self.free_slots
 
     def assign(self, segments: Ids, domains: Ids) -> None:
         """Count ``segments[i]``, which has no blocks here yet, to ``domains[i]``."""
@@ -223,15 +232,18 @@ class Residency:
 
     def take_slots(self, count: int) -> Ids:
         """Free slots, the one freed last first; CapacityError if there are too few."""
-        if count > len(self._free):
-            raise CapacityError(f"{count} slots wanted, {len(self._free)} of {self.slots} free")
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return np.array(taken[::-1], np.int32)
+        if count > self.free_slots:
+            raise CapacityError(
+                f"{count} slots wanted, {self.free_slots} of {self.slots} are free: give the tier "
+                "more slots or forget blocks"
+            )
+        self.free_slots -= count
+        return self._free[self.free_slots : self.free_slots + count][::-1].copy()
 
     def return_slots(self, slots: Ids) -> None:
         """Give back slots from `take_slots` that nothing was installed in."""
-        self._free.extend(slots[::-1].tolist())
+        self._free[self.free_slots : self.free_slots + len(slots)] = slots[::-1]
+        self.free_slots += len(slots)
 
     def install(self, handles: Ids, slots: Ids) -> None:
         """Enter blocks into slots from `take_slots`."""
@@ -244,7 +256,8 @@ class Residency:
         freed: Ids = np.empty(len(handles), np.int32)
         tables.remove(handles, self.domains(handles), self.slot_of.array, self.handle_of,
                       self.members, self.counts, self.position.array, freed)  # fmt: skip
-        self._free.extend(freed.tolist())
+        self._free[self.free_slots : self.free_slots + len(freed)] = freed
+        self.free_slots += len(freed)
         return freed
 
     def collect(self, domains: Ids) -> tuple[Pointers, Ids]:
@@ -257,16 +270,20 @@ class Residency:
     def reserve(self, slots: int, quota: int) -> None:
         """Make room for tables of so many slots, and of domains with so many blocks each."""
         self.handle_of = self._memory.grow(self.handle_of, (slots,), "directory", fill=-1)
+        self._free = self._memory.grow(self._free, (slots,), "directory")
         shape = (len(self.members), quota)
         self.members = self._memory.grow(self.members, shape, "directory")
 
     def resize(self, slots: int) -> None:
         """Have `slots` slots, reserved before; those that go must be free."""
+        stack = self._free[: self.free_slots]
         if slots > self.slots:
-            self._free = [*range(slots - 1, self.slots - 1, -1), *self._free]
+            new = np.arange(slots - 1, self.slots - 1, -1, dtype=np.int32)
+            kept = np.concatenate([new, stack])
         else:
-            self._free = [slot for slot in self._free if slot < slots]
-        self.slots = slots
+            kept = stack[stack < slots]
+        self._free[: len(kept)] = kept
+        self.free_slots, self.slots = len(kept), slots
 
     def above(self, slot: int) -> Ids:
         """Handles of the blocks in slots from `slot` on."""
@@ -285,4 +302,6 @@ class Residency:
             domain = self.domains(np.array([handle], np.int32))[0]
             assert self.members[domain, self.position.array[handle]] == handle
         assert int(self.counts.sum()) == len(resident)
-        assert all(self.handle_of[slot] < 0 for slot in self._free)
+        free = self._free[: self.free_slots]
+        assert len(np.unique(free)) == len(free)
+        assert (self.handle_of[free] < 0).all()

@@ -27,6 +27,7 @@ from tierstore.transfer import Transfers
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
+    from tierstore.directory import Column
     from tierstore.interfaces import EvictionPolicy, Tier
     from tierstore.layout import BlockLayout
 
@@ -80,6 +81,7 @@ class BlockStore:
         self._lock = threading.RLock()
         self._moves = Transfers(layout, tiers, policies, self.space, self.metrics)
         self._leased = 0
+        self._tokens: Column | None = None
         self._is_visiting = False
         self.space.reserve(segments, blocks_each)
         for level, tier in enumerate(self.tiers):
@@ -156,7 +158,9 @@ class BlockStore:
                 self._moves.read(handles, data[0])
                 home = np.full((1, len(handles)), self.backing, np.uint8)
                 valid = self._moves.valid.array[handles][None]
-                self.append(np.array([target], np.int32), data, valid=valid, home=home)
+                tokens = None if self._tokens is None else self._tokens.array[handles][None]
+                copy = np.array([target], np.int32)
+                self.append(copy, data, valid=valid, home=home, tokens=tokens)
 
     # Capacity
 
@@ -258,7 +262,13 @@ class BlockStore:
     # Writing
 
     def append(
-        self, segments: Ids, blocks: Bytes, *, valid: Bytes | None = None, home: Bytes | None = None
+        self,
+        segments: Ids,
+        blocks: Bytes,
+        *,
+        valid: Bytes | None = None,
+        home: Bytes | None = None,
+        tokens: Ids | None = None,
     ) -> Ids:
         """Add the same number of blocks to the end of each segment.
 
@@ -270,6 +280,8 @@ class BlockStore:
         home: uint8 [S, n], the tier that gets a copy now, as far as it has room without evicting;
             the backing tier's number for none. By default the tier next to the backing one, which
             evicts.
+        tokens: int32 [S, n, tokens of a block], which tokens of the segment a block holds; by
+            default block b holds those from ``b * tokens`` on.
 
         Returns
         -------
@@ -281,10 +293,15 @@ class BlockStore:
             total = len(segments) * count
             self.space.reserve_blocks(segments, count)
             self._ensure_backing(total)
+            if tokens is not None and self._tokens is None:
+                entry = (self.layout.tokens,)
+                self._tokens = self.space.column(np.int32, -1, "directory", entry)
             handles = self.space.extend(segments, count)
             flat, rows = handles.reshape(-1), np.arange(total, dtype=np.int32)
             data = blocks.reshape(total, self.layout.block_bytes)
             moves.valid.array[flat] = self.layout.tokens if valid is None else valid.reshape(-1)
+            if tokens is not None and self._tokens is not None:
+                self._tokens.array[flat] = tokens.reshape(total, self.layout.tokens)
             try:
                 moves.write(self.backing, flat, data, rows)
                 self._settle(flat, data, rows, home)
@@ -409,6 +426,16 @@ class BlockStore:
             held = residents[self._moves.leases.array[residents] > 0]
             np.add.at(leased, top.domains(held), 1)
         return leased
+
+    def tokens_of(self, segments: Ids, blocks: Ids) -> Ids:
+        """Which tokens of its segment each of ``blocks[i, :]`` holds, int32 [S, n, tokens]."""
+        with self._lock:
+            size = self.layout.tokens
+            inside: Ids = blocks[..., None] * size + np.arange(size, dtype=np.int32)
+            if self._tokens is None:
+                return inside.astype(np.int32)
+            given = self._tokens.array[self.space.handles_of(segments, blocks)]
+            return np.where(given < 0, inside, given).astype(np.int32)
 
     def residents(self, segments: Ids) -> Visit:
         """Everything the top tier holds of each segment; each must be a domain of its own there."""

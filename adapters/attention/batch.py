@@ -337,11 +337,9 @@ class Batch:
         blocks = space.owner_index[visit.handles // CHUNK] * CHUNK + visit.handles % CHUNK
         for row, positions in enumerate(self.attended[number]):
             chosen = slice(visit.row_ptr[row], visit.row_ptr[row + 1])
-            for block, valid in zip(
-                blocks[chosen].tolist(), visit.valid[chosen].tolist(), strict=True
-            ):
-                start = preset.sinks + block * preset.block_tokens
-                positions.extend(range(start, start + valid))
+            inside = self.store.tokens_of(layer.segments[row : row + 1], blocks[None, chosen])[0]
+            live = np.arange(preset.block_tokens) < visit.valid[chosen, None]
+            positions.extend((inside[live] + preset.sinks).tolist())
 
     # Rows
 

@@ -205,6 +205,23 @@ def test_a_number_that_could_not_be_opened_is_not_lost(
     assert sorted(store.open(4)) == [0, 1, 2, 3]
 
 
+def test_policies_are_told_of_blocks_that_went_for_good(
+    make_store: Callable[..., BlockStore],
+) -> None:
+    """Whether they were in the policy's tier or not; eviction alone is not the end of a block."""
+    it = filled(make_store("device", "pinned", "mmap", slots=(2, 2)), 1, 4, quota=1)
+    it.visit([0])
+    it.visit([3])
+    handles = it.store.space.all_handles(int(it.segments[0])).tolist()
+    policies = it.store._moves.policies
+    assert [policy.removed for policy in policies if isinstance(policy, Unruly)] == [[], []]
+    it.store.truncate(it.segments, 2)
+    it.store.drop(it.segments)
+    for policy in policies:
+        assert isinstance(policy, Unruly)
+        assert policy.removed == handles[2:] + handles[:2]
+
+
 def test_copies_are_equal_and_apart(make_store: Callable[..., BlockStore]) -> None:
     store = make_store("device", "late", slots=(4,))
     segments = store.open(1)
@@ -345,6 +362,14 @@ def test_only_copies_that_found_room_are_demotions(make_store: Callable[..., Blo
         it.visit([block])
     top = it.store.metrics.tiers[0]
     assert (top.evictions, top.demotions) == (3, 0)
+
+
+def test_no_more_blocks_leave_than_must(make_store: Callable[..., BlockStore]) -> None:
+    it = filled(make_store("device", "pinned", "mmap", slots=(6, 4)), 2, 9, quota=3)
+    it.visit([0, 1, 2], [0])
+    it.visit([3, 1], [1, 2])
+    assert [it.where(0, segment) for segment in (0, 1)] == [{1, 2, 3}, {0, 1, 2}]
+    assert it.where(1) == {0}
 
 
 def test_a_domain_without_room_is_refused(make_store: Callable[..., BlockStore]) -> None:

@@ -477,7 +477,7 @@ class StoreMachine(RuleBasedStateMachine):
         arrays = [space.chunks, space.blocks, space.owner_segment, space.owner_index]
         arrays += [column.array for column in space._columns]
         for at in residency:
-            arrays += [at.handle_of, at.members, at.counts, at.quota, at.domain_of]
+            arrays += [at.handle_of, at.members, at.counts, at.quota, at.domain_of, at._free]
         return arrays
 
 
