@@ -169,7 +169,7 @@ class ScoringIndex(Index):
         picked: Scores = array("scores", (total,), np.float32)
         order = array("order", (max(1, scores.shape[1]),), np.int32)
         found = kernels.select_blocks(scores, *tables, budgets, order, row_ptr, ids, picked)
-        return Selection(row_ptr, ids[:found], picked[:found], "block", everything)
+        return Selection(row_ptr, ids[:found], picked[:found], everything)
 
     def _per_block(self, scores: Scores) -> Scores:
         """Log mass of blocks from that of their tokens or sub-pages."""

@@ -35,15 +35,6 @@ def judge(chunks, segments, row_ptr, blocks, slot_of, valid_of, last_used, step,
 
 
 @njit
-def handles_of(chunks, segments, row_ptr, blocks, handles):
-    """Handles of a selection, with no side effect."""
-    for row in range(segments.shape[0]):
-        segment = segments[row]
-        for i in range(row_ptr[row], row_ptr[row + 1]):
-            handles[i] = chunks[segment, blocks[i] // CHUNK] * CHUNK + blocks[i] % CHUNK
-
-
-@njit
 def install(handles, slots, domains, slot_of, handle_of, members, counts, position):
     """Enter blocks into slots and into their domains' member lists."""
     for i in range(handles.shape[0]):

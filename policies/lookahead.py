@@ -15,7 +15,7 @@ class Lookahead(RankedPolicy):
     ----------
     pool: with a candidate pool of M blocks, residents outside the M best-scored blocks of their row
         leave first, the least recently used before others. None ranks all residents by their scores
-        alone, which measures better.
+        alone.
     """
 
     def __init__(self, pool: int | None = None) -> None:

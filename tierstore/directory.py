@@ -112,11 +112,12 @@ class HandleSpace:
                 chunk = self._free_chunks.pop()
                 self.chunks[segment, index] = chunk
                 self.owner_segment[chunk], self.owner_index[chunk] = segment, index
-                for column in self._columns:
-                    column.array[chunk * CHUNK : (chunk + 1) * CHUNK] = column.fill
         new = self.blocks[segments][:, None] + np.arange(count, dtype=np.int32)
         self.blocks[segments] += count
-        return self.handles_of(segments, new.astype(np.int32))
+        handles = self.handles_of(segments, new.astype(np.int32))
+        for column in self._columns:
+            column.array[handles] = column.fill
+        return handles
 
     def handles_of(self, segments: Ids, blocks: Ids) -> Ids:
         """Handles of ``blocks[i, :]`` of ``segments[i]``."""
@@ -137,8 +138,6 @@ class HandleSpace:
             chunk = int(self.chunks[segment, index])
             self.owner_segment[chunk] = -1
             self._free_chunks.append(chunk)
-        for column in self._columns:
-            column.array[self.all_handles(segment, blocks)] = column.fill
         self.blocks[segment] = blocks
 
     def close(self, segment: int) -> None:

@@ -28,10 +28,6 @@ class StoreMismatchError(TierstoreError, ValueError):
     """The directory holds something other than what was asked for."""
 
 
-class StoreLockedError(TierstoreError, OSError):
-    """Another process uses the directory."""
-
-
 class TierOfflineError(TierstoreError, OSError):
     """A tier failed and cannot serve."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -95,9 +95,9 @@ class Tier(ABC):
         """Give up resources; a second call does nothing."""
 
     @property
-    def is_persistent(self) -> bool:
-        """Whether blocks outlive the process."""
-        return False
+    def medium(self) -> str:
+        """What the tier really is on this machine, for reports."""
+        return "memory"
 
     @property
     def is_addressable(self) -> bool:
@@ -138,14 +138,12 @@ class BlockScores:
 class Selection:
     """What an index answers: for row r, ids ``row_ptr[r]:row_ptr[r + 1]`` with their scores.
 
-    unit: what an id counts, ``"block"`` or ``"token"``.
     everything: scores of all blocks, for policies; None if the index has none.
     """
 
     row_ptr: Pointers
     ids: Ids
     scores: Scores
-    unit: str = "block"
     everything: BlockScores | None = None
 
 
@@ -216,7 +214,6 @@ class IndexContext:
 
     first_block: int = 0
     last_queries: torch.Tensor | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Index(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -32,7 +32,3 @@ class StoreMetrics:
     def hit_rate(self) -> float:
         """Share of selected blocks that were already in the top tier; 1.0 before the first."""
         return self.tiers[0].hits / self.selected if self.selected else 1.0
-
-    def to_dict(self) -> list[dict[str, int | str]]:
-        """One dictionary per tier."""
-        return [asdict(tier) for tier in self.tiers]

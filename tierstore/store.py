@@ -80,7 +80,6 @@ class BlockStore:
         self.space = HandleSpace(self.memory)
         self._lock = threading.RLock()
         self._moves = Transfers(layout, tiers, policies, self.space, self.metrics)
-        self._leased = 0
         self._tokens: Column | None = None
         self._is_visiting = False
         self.space.reserve(segments, blocks_each)
@@ -228,7 +227,7 @@ class BlockStore:
                     f"{name}: tables for quotas of {total} blocks leave room for {top.slots}: "
                     "raise the limit or lower the quotas"
                 )
-            if (self._leased_in(domains)[domains] > blocks).any():
+            if (self._moves.leased_in(domains)[domains] > blocks).any():
                 raise CapacityError(f"{name}: leased blocks are in the way: release them first")
             over = np.maximum(top.counts[domains] - blocks, 0).astype(np.int64)
             if over.any():
@@ -368,7 +367,7 @@ class BlockStore:
                 self.metrics.tiers[0].hits += n
                 yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))
                 return
-            for row_ptr, chosen in self._passes(selection.row_ptr, handles, slots):
+            for row_ptr, chosen in self._moves.passes(selection.row_ptr, handles, slots):
                 part = handles if chosen is None else handles[chosen]
                 moves.fetch(part, access)
                 counts = valid if chosen is None else valid[chosen]
@@ -382,50 +381,6 @@ class BlockStore:
             yield visit
         finally:
             self._is_visiting = False
-
-    def _passes(
-        self, row_ptr: Pointers, handles: Ids, slots: Ids
-    ) -> Iterator[tuple[Pointers, Ids | None]]:
-        """Split a selection so that each part fits its domains; None means all of it.
-
-        Leased blocks come in the first part, since they stay; then residents. The blocks of a part
-        are stamped with a step of their own, which protects just them.
-        """
-        top, moves = self._moves.residency[0], self._moves
-        domains, stays = top.domains(handles), moves.leases.array[handles] > 0
-        n = len(top.counts)
-        held = self._leased_in(domains) + np.bincount(domains[stays & (slots < 0)], minlength=n)
-        wanted, room = np.bincount(domains[~stays], minlength=n), top.quota - held
-        if (wanted <= room)[domains].all():
-            yield row_ptr, None
-            return
-        if (room < np.minimum(wanted, 1))[domains].any():
-            raise CapacityError(
-                f"{self.tiers[0].name}: a domain of the selection has room for no block at all: "
-                "raise the limit or release leases"
-            )
-        others = np.flatnonzero(~stays)
-        order = others[np.lexsort((slots[others] < 0, domains[others]))]
-        starts = np.concatenate([[0], np.cumsum(wanted)])[domains[order]]
-        number = np.zeros(len(handles), np.int64)
-        number[order] = (np.arange(len(order)) - starts) // room[domains[order]]
-        rows = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
-        for part in range(int(number.max()) + 1):
-            chosen = np.flatnonzero(number == part).astype(np.int32)
-            moves.step += 1
-            moves.last_used.array[handles[chosen]] = moves.step
-            counts = np.bincount(rows[chosen], minlength=len(row_ptr) - 1)
-            yield np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), chosen
-
-    def _leased_in(self, domains: Ids) -> Pointers:
-        """Leased residents of the top tier, for each domain; only `domains` are counted."""
-        top = self._moves.residency[0]
-        leased: Pointers = np.zeros(len(top.counts), np.int64)
-        if self._leased:
-            _, residents = top.collect(np.unique(domains).astype(np.int32))
-            held = residents[self._moves.leases.array[residents] > 0]
-            np.add.at(leased, top.domains(held), 1)
-        return leased
 
     def tokens_of(self, segments: Ids, blocks: Ids) -> Ids:
         """Which tokens of its segment each of ``blocks[i, :]`` holds, int32 [S, n, tokens]."""
@@ -470,13 +425,13 @@ class BlockStore:
         with self._lock:
             handles = self._handles(segments, blocks)
             np.add.at(self._moves.leases.array, handles, 1)
-            self._leased += len(handles)
+            self._moves.leased += len(handles)
         try:
             yield
         finally:
             with self._lock:
                 np.subtract.at(self._moves.leases.array, handles, 1)
-                self._leased -= len(handles)
+                self._moves.leased -= len(handles)
 
     def _handles(self, segments: Ids, blocks: Ids) -> Ids:
         """Handles of ``blocks[i, :]`` of ``segments[i]``, one after the other; each must exist."""

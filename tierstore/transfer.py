@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.directory import Residency
-from tierstore.errors import PolicyError
+from tierstore.errors import CapacityError, PolicyError
 from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers
 from tierstore.kernels import tables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import EvictionPolicy, Tier
@@ -46,6 +46,8 @@ class Transfers:
         self.metrics = metrics
         self.backing = len(tiers) - 1
         self.step = 0
+        self.leased = 0
+        """Leases held on blocks, counted once for each lease of each block."""
         self._space = space
         self.valid = space.column(np.uint8, purpose="directory")
         self.leases = space.column(np.uint16, purpose="directory")
@@ -140,6 +142,52 @@ class Transfers:
         row_ptr = np.array([0, len(handles)], np.int64)
         no_scores = np.zeros(len(handles), np.float32)
         self.policies[level].on_access(Access(row_ptr, handles, no_scores, self.step))
+
+    # In parts
+
+    def passes(
+        self, row_ptr: Pointers, handles: Ids, slots: Ids
+    ) -> Iterator[tuple[Pointers, Ids | None]]:
+        """Split a selection so that each part fits its domains; None means all of it.
+
+        Leased blocks come in the first part, since they stay; then residents. The blocks of a part
+        are stamped with a step of their own, which protects just them.
+        """
+        top = self.residency[0]
+        domains, stays = top.domains(handles), self.leases.array[handles] > 0
+        n = len(top.counts)
+        held = self.leased_in(domains) + np.bincount(domains[stays & (slots < 0)], minlength=n)
+        wanted, room = np.bincount(domains[~stays], minlength=n), top.quota - held
+        if (wanted <= room)[domains].all():
+            yield row_ptr, None
+            return
+        if (room < np.minimum(wanted, 1))[domains].any():
+            raise CapacityError(
+                f"{self.tiers[0].name}: a domain of the selection has room for no block at all: "
+                "raise the limit or release leases"
+            )
+        others = np.flatnonzero(~stays)
+        order = others[np.lexsort((slots[others] < 0, domains[others]))]
+        starts = np.concatenate([[0], np.cumsum(wanted)])[domains[order]]
+        number = np.zeros(len(handles), np.int64)
+        number[order] = (np.arange(len(order)) - starts) // room[domains[order]]
+        rows = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
+        for part in range(int(number.max()) + 1):
+            chosen = np.flatnonzero(number == part).astype(np.int32)
+            self.step += 1
+            self.last_used.array[handles[chosen]] = self.step
+            counts = np.bincount(rows[chosen], minlength=len(row_ptr) - 1)
+            yield np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), chosen
+
+    def leased_in(self, domains: Ids) -> Pointers:
+        """Leased residents of the top tier, for each domain; only `domains` are counted."""
+        top = self.residency[0]
+        leased: Pointers = np.zeros(len(top.counts), np.int64)
+        if self.leased:
+            _, residents = top.collect(np.unique(domains).astype(np.int32))
+            held = residents[self.leases.array[residents] > 0]
+            np.add.at(leased, top.domains(held), 1)
+        return leased
 
     # Out of a tier
 

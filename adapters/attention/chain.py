@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tierstore.ephemeral import PrivateDirectory
@@ -25,7 +26,7 @@ class TierStack:
     """Tiers, fastest first, and the private directory behind the disk tier if there is one."""
 
     def __init__(self, tiers: Sequence[Tier], directory: PrivateDirectory | None = None) -> None:
-        self.tiers = tuple(tiers)
+        self.tiers: tuple[Tier, ...] = tuple(tiers)
         self._directory = directory
 
     @classmethod
@@ -52,15 +53,18 @@ class TierStack:
             raise ConfigError(
                 f"the model is on {device}: expected fast='...', the limit of device memory"
             )
-        tiers: list[Tier] = []
-        if fast is not None:
-            tiers.append(DeviceTier(layout, fast, device=device))
-        if dram is not None:
-            tiers.append(PinnedTier(layout, dram))
-        if disk is None:
-            return cls(tiers)
-        directory = PrivateDirectory(disk, keep=keep)
-        return cls([*tiers, MmapTier(layout, directory.path / "blocks")], directory)
+        directory = None if disk is None else PrivateDirectory(disk, keep=keep)
+        stack = cls([], directory)
+        with ExitStack() as on_error:
+            on_error.callback(stack.close)
+            if fast is not None:
+                stack.tiers += (DeviceTier(layout, fast, device=device),)
+            if dram is not None:
+                stack.tiers += (PinnedTier(layout, dram),)
+            if directory is not None:
+                stack.tiers += (MmapTier(layout, directory.path / "blocks"),)
+            on_error.pop_all()
+        return stack
 
     def clear(self) -> None:
         """Empty every tier."""
@@ -75,12 +79,3 @@ class TierStack:
             tier.close()
         if self._directory is not None:
             self._directory.close()
-
-
-def medium_of(tier: Tier) -> str:
-    """What a tier really is on this machine."""
-    if isinstance(tier, DeviceTier):
-        return "GPU memory" if tier.device.type == "cuda" else "ordinary memory (no GPU)"
-    if isinstance(tier, PinnedTier):
-        return "page-locked memory" if tier.is_pinned else "ordinary memory"
-    return "file" if tier.is_persistent else "memory"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tierstore import kernels
 from tierstore.adapters.attention.batch import Batch, Rules
-from tierstore.adapters.attention.chain import TierFactory, TierStack, medium_of
+from tierstore.adapters.attention.chain import TierFactory, TierStack
 from tierstore.adapters.attention.report import Report, TierReport
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
@@ -15,7 +16,7 @@ from tierstore.metrics import StoreMetrics
 from tierstore.sizes import parse_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -73,10 +74,14 @@ class SparseAttention:
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
-        if window is not None and window < 1:
+        if window is not None and not window >= 1:
             raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
         if tiers is not None and not fast is dram is disk is None:
             raise ConfigError("tiers= replaces fast=, dram= and disk=: give one or the other")
+        if window is not None and tiers is None and fast is None:
+            raise ConfigError(f"window={window}: there is no fast tier: pass fast= or no window=")
+        if keep and disk is None:
+            raise ConfigError("keep=True: there is no disk tier to keep: pass disk=")
         self.geometry = geometry
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
@@ -93,6 +98,7 @@ class SparseAttention:
             window = None
         self._rules = Rules(geometry, system, amount, window, record)
         self._batch: Batch | None = None
+        self._next_layer = 0
         self._is_closed = False
 
     def attend(
@@ -119,10 +125,16 @@ class SparseAttention:
         -------
         [B, T, Hq, e] in the query's dtype; at padding it is finite and means nothing.
         """
-        batch = self._batch_for(key, scale)
-        if query.shape[2] == 1 and not batch.layers[layer].is_empty:
-            return batch.step(layer, query, key, value, valid)
-        return batch.extend(layer, query, key, value, valid)
+        if query.shape[1::2] != (self.geometry.query_heads, self.geometry.head_dim):
+            raise ConfigError(
+                f"query of shape {tuple(query.shape)}: expected [B, Hq, T, d] of {self.geometry}"
+            )
+        batch = self._batch_for(layer, key, value, scale)
+        is_step = query.shape[2] == 1 and not batch.layers[layer].is_empty
+        attend = batch.step if is_step else batch.extend
+        out = attend(layer, query, key, value, valid)
+        self._next_layer = (layer + 1) % self.geometry.layers
+        return out
 
     def absorb(
         self,
@@ -144,7 +156,8 @@ class SparseAttention:
             in the upper tiers; without them, tiers fill as blocks are used.
         scale: factor on the logits, the same at every call.
         """
-        self._batch_for(key, scale).absorb(layer, key, value, query)
+        self._batch_for(layer, key, value, scale).absorb(layer, key, value, query)
+        self._next_layer = (layer + 1) % self.geometry.layers
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences."""
@@ -154,7 +167,8 @@ class SparseAttention:
                 f"rows={list(rows)}: expected numbers from 0 to {len(batch.tokens) - 1}"
             )
         if list(rows) != list(range(len(batch.tokens))):
-            batch.arrange(rows)
+            with self._changing():
+                batch.arrange(rows)
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every sequence in every layer."""
@@ -163,12 +177,14 @@ class SparseAttention:
             raise ConfigError(
                 f"crop of {tokens} tokens: expected 0 to {batch.tokens.min()}, the shortest text"
             )
-        batch.crop(tokens)
+        with self._changing():
+            batch.crop(tokens)
 
     def reset(self) -> None:
         """Forget everything; the next call may bring another number of sequences."""
         self._check_open()
         self._batch = None
+        self._next_layer = 0
         self._stack.clear()
 
     def close(self) -> None:
@@ -189,7 +205,10 @@ class SparseAttention:
         """
         if not self._rules.record:
             raise ConfigError("attended() needs record=True: make the engine with it")
-        return self._stored().attended[layer]
+        attended = self._stored().attended
+        if layer not in attended:
+            raise ConfigError(f"layer {layer} has made no step yet: known are {sorted(attended)}")
+        return attended[layer]
 
     def report(self) -> Report:
         """What was stored, moved and attended since the engine was made or reset."""
@@ -208,7 +227,7 @@ class SparseAttention:
             tiers=tuple(
                 TierReport(
                     name=tier.name,
-                    medium=medium_of(tier),
+                    medium=tier.medium,
                     limit_bytes=tier.memory.limit_bytes if tier.memory else None,
                     peak_bytes=tier.memory.peak_bytes if tier.memory else tier.used_bytes,
                     hits=counters.hits,
@@ -231,19 +250,38 @@ class SparseAttention:
         selected = int(batch.budgets().sum()) * self.geometry.kv_heads * self.geometry.layers
         return min(self._rules.window, self._stack.tiers[0].capacity / selected)
 
-    def _batch_for(self, key: torch.Tensor, scale: float) -> Batch:
-        """The batch that keys [B, Hkv, T, d] belong to; the first ones start it."""
-        batch = self._batch
-        if batch is None:
-            self._check_open()
-            sequences, _, tokens, _ = key.shape
-            batch = self._batch = Batch(
-                self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
+    def _batch_for(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> Batch:
+        """The batch that keys [B, Hkv, T, d] belong to; the first ones start it.
+
+        No layer is next until the call has succeeded: half a pass is worth nothing.
+        """
+        batch, geometry = self._batch, self.geometry
+        if (
+            key.shape[1::2] != (geometry.kv_heads, geometry.head_dim)
+            or value.shape[1::2] != (geometry.kv_heads, geometry.value_size)
+            or key.shape[:3] != value.shape[:3]
+            or not key.dtype == value.dtype == geometry.dtype
+        ):
+            raise ConfigError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} of {key.dtype}: expected "
+                f"[B, heads, T, dim] of {geometry}"
             )
-        if len(batch.tokens) != key.shape[0]:
+        self._check_whole()
+        if batch is not None and len(batch.tokens) != key.shape[0]:
             raise ConfigError(
                 f"{key.shape[0]} sequences come, {len(batch.tokens)} are stored: "
                 "reset() or select_rows() first"
+            )
+        if layer != self._next_layer:
+            raise ConfigError(
+                f"layer {layer} comes, layer {self._next_layer} is next: call every layer once per "
+                "pass, in order"
+            )
+        self._next_layer = -1
+        if batch is None:
+            sequences, _, tokens, _ = key.shape
+            batch = self._batch = Batch(
+                self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
             )
         return batch
 
@@ -252,6 +290,21 @@ class SparseAttention:
         if self._batch is None:
             raise ConfigError("nothing is stored yet: run the model on a prompt first")
         return self._batch
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Between passes, and whole again only if the change succeeds."""
+        self._check_whole()
+        if self._next_layer != 0:
+            raise ConfigError(f"layer {self._next_layer} is next: finish the pass first")
+        self._next_layer = -1
+        yield
+        self._next_layer = 0
+
+    def _check_whole(self) -> None:
+        self._check_open()
+        if self._next_layer < 0:
+            raise ConfigError("an earlier call failed, and what is stored is incomplete: reset()")
 
     def _check_open(self) -> None:
         if self._is_closed:

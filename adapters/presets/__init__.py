@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tierstore.errors import ConfigError
 from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
 from tierstore.policies import LRU, Lookahead, Random
+from tierstore.sizes import parse_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,11 +43,12 @@ class Preset:
     observation: int = 16
 
     def __post_init__(self) -> None:
+        parse_budget(self.budget)
         if (
             self.block_tokens < 1
             or self.sinks < 0
             or self.local < 1
-            or self.window < 1
+            or not self.window >= 1
             or self.observation < 1
         ):
             raise ConfigError(

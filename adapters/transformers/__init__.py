@@ -1,7 +1,8 @@
 """Hugging Face models on tierstore: keys and values live in tiers, attention is sparse.
 
-Only public extension points are used: a cache, a registered attention and mask function, and
-forward hooks on the decoder. For transformers 5.19 and later.
+Models are hooked up through public extension points: a cache, a registered attention and mask
+function, and forward hooks on the decoder. Two private attributes are read, none is written:
+`_attn_implementation` of the configuration and `_supports_attention_backend` of the model.
 """
 
 from tierstore.errors import MissingExtraError

@@ -505,6 +505,22 @@ def test_leased_blocks_stand_in_the_way_of_smaller_quotas_and_tiers(
     assert it.store._moves.residency[0].resident <= 2
 
 
+def test_leased_blocks_stand_in_the_way_of_a_smaller_lower_tier(
+    make_store: Callable[..., BlockStore],
+) -> None:
+    it = filled(make_store("device", "pinned", "mmap", slots=(1, 4)), 1, 5, quota=1)
+    it.visit([0])
+    it.visit([1])
+    assert it.where(1) == {0}
+    with (
+        it.store.lease(it.segments, np.array([[0]], np.int32)),
+        pytest.raises(CapacityError, match="pinned1: leased blocks are in the way"),
+    ):
+        it.store.resize(1, 0)
+    it.store.resize(1, 0)
+    assert np.array_equal(it.content(), it.blocks)
+
+
 def test_leased_blocks_are_counted_once_for_each_lease(
     make_store: Callable[..., BlockStore],
 ) -> None:

@@ -120,7 +120,7 @@ def test_blocks_are_in_the_file(tmp_path: Path) -> None:
     fill(tier, 3, 5)
     tier.sync()
     assert (tmp_path / "blocks").read_bytes()[: 3 * BLOCK] == b"\x05" * 3 * BLOCK
-    assert tier.is_persistent
+    assert tier.medium == "file"
     tier.close()
     assert (tmp_path / "blocks").read_bytes()[: 3 * BLOCK] == b"\x05" * 3 * BLOCK
 

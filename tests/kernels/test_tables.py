@@ -22,7 +22,6 @@ Array = npt.NDArray[Any]
 # Compiled code reads out-of-range indices without complaint; plain Python raises IndexError.
 LOOPS = [
     "judge",
-    "handles_of",
     "install",
     "remove",
     "collect",
@@ -94,7 +93,6 @@ class Directory:
         """Arguments for the loop called `name`, outputs included."""
         return {
             "judge": self._judge,
-            "handles_of": self._handles_of,
             "install": self._install,
             "remove": self._remove,
             "collect": self._collect,
@@ -111,10 +109,6 @@ class Directory:
         n = len(blocks)
         return (self.chunks, segments, row_ptr, blocks, self.slot_of, self.valid_of,
                 self.last_used, 9, empty(n), empty(n), empty(n, np.uint8))  # fmt: skip
-
-    def _handles_of(self) -> Arguments:
-        segments, row_ptr, blocks = self.selection()
-        return self.chunks, segments, row_ptr, blocks, empty(len(blocks))
 
     def _install(self) -> Arguments:
         handles = self.absent[:5]

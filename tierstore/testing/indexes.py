@@ -88,7 +88,6 @@ class IndexTests(ABC):
         self._check(_select(index, setting, budgets, seed), [n for n, _ in rows], budgets)
 
     def _check(self, selection: Selection, blocks: list[int], budgets: list[int]) -> None:
-        assert selection.unit == "block"
         assert selection.row_ptr[0] == 0
         assert selection.row_ptr[-1] == len(selection.ids) == len(selection.scores)
         for ids, count, budget in zip(_rows(selection), blocks, budgets, strict=True):

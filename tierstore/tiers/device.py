@@ -31,3 +31,7 @@ class DeviceTier(MemoryTier):
     ) -> None:
         self.device = torch.device(device)
         super().__init__(layout, device_memory(self.device, parse_size(limit, name), name), name)
+
+    @property
+    def medium(self) -> str:
+        return "GPU memory" if self.device.type == "cuda" else "ordinary memory (no GPU)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.errors import CapacityError, TierOfflineError
+from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.sizes import format_size, parse_size
 from tierstore.tiers.memory import copy
@@ -27,6 +27,8 @@ class MmapTier(Tier):
 
     The file is scratch: it has no header and is created anew (0600, links not followed). Its blocks
     are preallocated, so a full disk is an error of `resize` and never a SIGBUS later.
+
+    ConfigError if the file exists or cannot be made.
     """
 
     def __init__(
@@ -43,7 +45,13 @@ class MmapTier(Tier):
         self._limit_bytes = None if limit is None else parse_size(limit, name)
         self._slots = 0
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self.path, flags, 0o600)
+        try:
+            self._fd = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{name}: {str(self.path)!r} cannot be made ({error.strerror}): blocks there are "
+                "scratch and never read again, so remove it or choose another path"
+            ) from error
         self._map: mmap.mmap | None = None
         self._view: Bytes = np.empty((0, layout.block_bytes), np.uint8)
 
@@ -133,8 +141,8 @@ class MmapTier(Tier):
             self._map = None
 
     @property
-    def is_persistent(self) -> bool:
-        return True
+    def medium(self) -> str:
+        return "file"
 
     @property
     def is_addressable(self) -> bool:

@@ -31,6 +31,10 @@ class PinnedTier(MemoryTier):
         """Whether the pages are locked."""
         return self._buffer.is_locked
 
+    @property
+    def medium(self) -> str:
+        return "page-locked memory" if self.is_pinned else "ordinary memory"
+
     def close(self) -> None:
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.array.ctypes.data)
