@@ -38,7 +38,8 @@ check: $(INSTALLED)
 	rm -rf build/lib $(TYPED)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
 	cd $(TYPED) && $(IN_TYPED)/mypy $(MYPY_OPTIONS) -p tierstore
-	cd $(TYPED) && $(IN_TYPED)/mypy $(MYPY_OPTIONS) ../../tests
+	cd $(TYPED) && MYPYPATH=.:../../tests $(IN_TYPED)/mypy $(MYPY_OPTIONS) \
+		--explicit-package-bases ../../tests
 	cd $(TYPED) && $(IN_TYPED)/lint-imports --no-logo --cache-dir ../../.import_linter_cache \
 		../../pyproject.toml
 

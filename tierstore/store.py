@@ -290,11 +290,11 @@ class BlockStore:
         with self._changing():
             moves, count = self._moves, blocks.shape[1]
             total = len(segments) * count
-            self.space.reserve_blocks(segments, count)
-            self._ensure_backing(total)
             if tokens is not None and self._tokens is None:
                 entry = (self.layout.tokens,)
                 self._tokens = self.space.column(np.int32, -1, "directory", entry)
+            self.space.reserve_blocks(segments, count)
+            self._ensure_backing(total)
             handles = self.space.extend(segments, count)
             flat, rows = handles.reshape(-1), np.arange(total, dtype=np.int32)
             data = blocks.reshape(total, self.layout.block_bytes)
@@ -385,12 +385,13 @@ class BlockStore:
     def tokens_of(self, segments: Ids, blocks: Ids) -> Ids:
         """Which tokens of its segment each of ``blocks[i, :]`` holds, int32 [S, n, tokens]."""
         with self._lock:
-            size = self.layout.tokens
-            inside: Ids = blocks[..., None] * size + np.arange(size, dtype=np.int32)
+            size, handles = self.layout.tokens, self._handles(segments, blocks)
+            inside = blocks[..., None] * size + np.arange(size, dtype=np.int32)
             if self._tokens is None:
                 return inside.astype(np.int32)
-            given = self._tokens.array[self.space.handles_of(segments, blocks)]
-            return np.where(given < 0, inside, given).astype(np.int32)
+            given = self._tokens.array[handles].reshape(inside.shape)
+            tokens: Ids = np.where(given < 0, inside, given).astype(np.int32)
+            return tokens
 
     def residents(self, segments: Ids) -> Visit:
         """Everything the top tier holds of each segment; each must be a domain of its own there."""

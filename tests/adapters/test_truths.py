@@ -15,7 +15,7 @@ from tierstore.adapters.transformers import attach, attach_engine, geometry_of
 from tierstore.tiers import DeviceTier, MmapTier, PinnedTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tierstore.adapters.attention.chain import TierFactory
@@ -42,7 +42,7 @@ class Run:
 
 @torch.inference_mode()
 def run(
-    loaded: LoadedModel, ids: torch.Tensor, cache: dict[str, object], forced: Sequence[int] = ()
+    loaded: LoadedModel, ids: torch.Tensor, cache: Mapping[str, object], forced: Sequence[int] = ()
 ) -> Run:
     """`STEPS` steps of greedy generation; `forced` tokens are fed instead of the best ones."""
     tokens, logits, layers = [], [], []

@@ -53,7 +53,8 @@ class Story:
         v = self.values[layer][sequence, head, positions].double().numpy()
         logits = q @ k.T * SCALE
         weights = np.exp(logits - logits.max(1, keepdims=True))
-        return (weights / weights.sum(1, keepdims=True)) @ v
+        out: np.ndarray = (weights / weights.sum(1, keepdims=True)) @ v
+        return out
 
 
 def small(dtype: torch.dtype = torch.float32, layers: int = 2) -> Geometry:

@@ -9,7 +9,7 @@ import torch
 from bench_schema import as_json
 
 from tierstore.adapters.attention import Geometry
-from tierstore.benchmarks import attention
+from tierstore.benchmarks.attention import measure
 from tierstore.benchmarks.steps import STEPS
 from tierstore.benchmarks.synthetic import SyntheticText
 from tierstore.errors import CapacityError
@@ -22,7 +22,7 @@ GEOMETRY = Geometry(2, 4, 2, 16, torch.bfloat16, torch.device("cpu"))
 
 def test_measures_both_engines_in_the_same_rounds() -> None:
     said: list[str] = []
-    data = as_json(attention.measure(said.append, GEOMETRY, repeat=2, tokens=1_000))
+    data = as_json(measure(said.append, GEOMETRY, repeat=2, tokens=1_000))
     assert set(data["measures"]) == {"attention", "attention mean", "page faults"}
     assert set(data["measures"]["attention"]["values"]) == {"full", "kvdrive"}
     assert [ratio["at_least"] for ratio in data["ratios"]] == [4.0, None]
@@ -34,7 +34,7 @@ def test_measures_both_engines_in_the_same_rounds() -> None:
 
 def test_too_little_memory_is_said_before_it_is_taken() -> None:
     with pytest.raises(CapacityError, match="pass fewer --layers or --tokens"):
-        attention.measure(lambda _: None, GEOMETRY, repeat=1, tokens=10**10)
+        measure(lambda _: None, GEOMETRY, repeat=1, tokens=10**10)
 
 
 def steps_of(text: SyntheticText, count: int) -> Iterator[torch.Tensor]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from bench_schema import as_json
 
-from tierstore.benchmarks import quality
 from tierstore.benchmarks.distance import BUDGETS, STEPS
 from tierstore.benchmarks.facts import Answer, Fact
 from tierstore.benchmarks.language import next_logits, own_cache, real_text
+from tierstore.benchmarks.quality import measure
 from tierstore.benchmarks.systems import SPARSE, SYSTEMS, attached, named
 from tierstore.errors import ConfigError
 
@@ -23,11 +23,11 @@ FACTS = (Fact("Rome", 12_345, 0.2), Fact("Bonn", 54_321, 0.8))
 
 def test_measures_every_system_at_every_budget(tiny_model: LoadedModel) -> None:
     said: list[str] = []
-    data = as_json(quality.measure(said.append, tiny_model, tokens=1_200, facts=FACTS))
+    data = as_json(measure(said.append, tiny_model, tokens=1_200, facts=FACTS))
 
     everything = {named(system, budget) for system in SPARSE for budget in BUDGETS}
-    for measure in ("KL", "same token"):
-        values = data["measures"][measure]["values"]
+    for name in ("KL", "same token"):
+        values = data["measures"][name]["values"]
         assert set(values) == everything
         assert {len(each) for each in values.values()} == {STEPS}
     assert min(data["measures"]["KL"]["spread"][name]["min"] for name in everything) > -1e-6

@@ -166,11 +166,15 @@ class StoreMachine(RuleBasedStateMachine):
         blocks = self.new_blocks(*shape)
         valid = random.integers(0, LAYOUT.tokens + 1, shape).astype(np.uint8)
         home = random.integers(0, self.store.backing + 1, shape).astype(np.uint8)
-        options = {"valid": valid} if random.random() < 0.5 else {}
-        options |= {"home": home} if random.random() < 0.5 else {}
-        handles = self.store.append(np.array(segments, np.int32), blocks, **options)
+        given = random.random(2) < 0.5
+        handles = self.store.append(
+            np.array(segments, np.int32),
+            blocks,
+            valid=valid if given[0] else None,
+            home=home if given[1] else None,
+        )
         for row, segment in enumerate(segments):
-            valids = valid[row].tolist() if "valid" in options else [LAYOUT.tokens] * count
+            valids = valid[row].tolist() if given[0] else [LAYOUT.tokens] * count
             new = [block.tobytes() for block in blocks[row]]
             self.model[segment] += map(Block, new, valids)
             assert handles[row].tolist() == self.handles(segment).tolist()[-count or None :][:count]

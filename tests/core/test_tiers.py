@@ -101,7 +101,7 @@ def test_the_file_is_private_and_made_anew(tmp_path: Path) -> None:
     tier = MmapTier(LAYOUT, tmp_path / "blocks")
     assert (tmp_path / "blocks").stat().st_mode & 0o777 == 0o600
     tier.close()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match=r"blocks' cannot be made \(File exists\)"):
         MmapTier(LAYOUT, tmp_path / "blocks")
 
 
@@ -109,7 +109,7 @@ def test_the_file_is_private_and_made_anew(tmp_path: Path) -> None:
 def test_the_file_is_never_behind_a_link(tmp_path: Path, target: str) -> None:
     (tmp_path / "present").write_text("precious")
     (tmp_path / "blocks").symlink_to(tmp_path / target)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match="File exists"):
         MmapTier(LAYOUT, tmp_path / "blocks")
     assert (tmp_path / "present").read_text() == "precious"
     assert not (tmp_path / "missing").exists()
