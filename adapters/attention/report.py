@@ -66,9 +66,12 @@ class Report:
                 f"{tier.evictions:,}",
             )  # fmt: skip
         window = "" if self.window is None else f", window x{self.window:.2f}"
+        found = "no blocks selected yet"
+        if self.selected_blocks:
+            share = f"{self.hit_rate:.1%} of {self.selected_blocks:,} selected blocks"
+            found = f"{self.tiers[0].name} held {share}"
         table.caption = (
-            f"first-tier hit rate {self.hit_rate:.1%} of {self.selected_blocks:,} blocks selected"
-            f"{window}; index {format_size(self.index_bytes)}; "
+            f"{found}{window}; index {format_size(self.index_bytes)}; "
             f"context {self.context_tokens:,} tokens; kernels: {self.kernels}"
         )
         table.caption_justify = "left"
@@ -84,4 +87,4 @@ class Report:
     def __str__(self) -> str:
         text = io.StringIO()
         Console(file=text, width=110).print(self.table())
-        return text.getvalue().rstrip()
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -39,10 +39,11 @@ randoms = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 class Block(NamedTuple):
-    """What the model knows of a block."""
+    """What the model knows of a block; `tokens` is None for those that follow from its number."""
 
     content: bytes
     valid: int
+    tokens: list[int] | None
 
 
 class Lease(NamedTuple):
@@ -161,22 +162,25 @@ class StoreMachine(RuleBasedStateMachine):
             assert backing.free_slots + tier.limit - tier.capacity < len(segments) * count
 
     def append_to(self, segments: list[int], random: np.random.Generator, count: int) -> None:
-        """Append with or without valid counts and homes."""
+        """Append with or without valid counts, homes and tokens."""
         shape = (len(segments), count)
         blocks = self.new_blocks(*shape)
         valid = random.integers(0, LAYOUT.tokens + 1, shape).astype(np.uint8)
         home = random.integers(0, self.store.backing + 1, shape).astype(np.uint8)
-        given = random.random(2) < 0.5
+        tokens = random.integers(0, 99, (*shape, LAYOUT.tokens)).astype(np.int32)
+        given = random.random(3) < [0.5, 0.5, 0.2]
         handles = self.store.append(
             np.array(segments, np.int32),
             blocks,
             valid=valid if given[0] else None,
             home=home if given[1] else None,
+            tokens=tokens if given[2] else None,
         )
         for row, segment in enumerate(segments):
             valids = valid[row].tolist() if given[0] else [LAYOUT.tokens] * count
+            own = tokens[row].tolist() if given[2] else [None] * count
             new = [block.tobytes() for block in blocks[row]]
-            self.model[segment] += map(Block, new, valids)
+            self.model[segment] += map(Block, new, valids, own)
             assert handles[row].tolist() == self.handles(segment).tolist()[-count or None :][:count]
 
     def new_blocks(self, rows: int, count: int) -> Bytes:
@@ -288,12 +292,19 @@ class StoreMachine(RuleBasedStateMachine):
         shortest = min(len(self.model[segment]) for segment in segments)
         first = int(random.integers(0, shortest + 1))
         count = int(random.integers(0, shortest - first + 1))
+        numbers, blocks = np.array(segments, np.int32), range(first, first + count)
         out: Bytes = np.empty((len(segments), count, BLOCK), np.uint8)
-        valid = self.store.read(np.array(segments, np.int32), first, count, out)
+        valid = self.store.read(numbers, first, count, out)
+        asked = np.tile(np.array(blocks, np.int32), (len(segments), 1))
+        tokens = self.store.tokens_of(numbers, asked)
         for row, segment in enumerate(segments):
-            expected = self.model[segment][first : first + count]
+            expected = [self.model[segment][block] for block in blocks]
             assert [block.tobytes() for block in out[row]] == [b.content for b in expected]
             assert valid[row].tolist() == [block.valid for block in expected]
+            assert tokens[row].tolist() == [
+                own.tokens or [LAYOUT.tokens * block, LAYOUT.tokens * block + 1]
+                for block, own in zip(blocks, expected, strict=True)
+            ]
 
     @precondition(lambda self: self.model and self.store.backing)
     @rule(random=randoms)
@@ -306,8 +317,9 @@ class StoreMachine(RuleBasedStateMachine):
             here = slice(visit.row_ptr[row], visit.row_ptr[row + 1])
             blocks = [b for b, slot in enumerate(self.slots(0, segment)) if slot >= 0]
             content = [self.tiers[0].view[slot].tobytes() for slot in visit.slots[here]]
-            found = sorted(map(Block, content, visit.valid[here].tolist()))
-            assert found == sorted(self.model[segment][block] for block in blocks)
+            found = set(zip(content, visit.valid[here].tolist(), strict=True))
+            assert len(content) == len(found) == len(blocks)
+            assert found == {self.model[segment][block][:2] for block in blocks}
             assert sorted(visit.handles[here]) == sorted(self.handles(segment)[blocks])
 
     @precondition(lambda self: any(self.model.values()) and len(self.leases) < 3)
