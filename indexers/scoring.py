@@ -196,6 +196,9 @@ class ScoringIndex(Index):
             else:
                 self._counts[row] = min(int(self._counts[row]), blocks * self.units_per_block)
             self._blocks[row] = min(int(self._blocks[row]), blocks)
+        if self._is_coarse:
+            used = np.flatnonzero(self._costs[rows].any(0))
+            self._counts[rows] = used[-1] + 1 if len(used) else 0
 
     def _forget_members(self, row: int, blocks: int) -> None:
         have = int(self._blocks[row])

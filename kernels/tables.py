@@ -12,18 +12,41 @@ CHUNK = 64
 
 
 @njit
-def judge(chunks, segments, row_ptr, blocks, slot_of, valid_of, last_used, step,
+def _first_bad_id(segments, row_ptr, ids, blocks_of):
+    """Position of the first id that is no block of its row, or -1; -2 for bad row pointers."""
+    rows = segments.shape[0]
+    if row_ptr.shape[0] != rows + 1 or row_ptr[0] != 0 or row_ptr[rows] != ids.shape[0]:
+        return -2
+    for row in range(rows):
+        if row_ptr[row + 1] < row_ptr[row]:
+            return -2
+    for row in range(rows):
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            if ids[i] < 0 or ids[i] >= blocks_of[segments[row]]:
+                return i
+    return -1
+
+
+@njit
+def judge(chunks, blocks_of, segments, row_ptr, blocks, slot_of, valid_of, last_used, step,
           handles, slots, valid):  # fmt: skip
     """Handles, slots (-1 = miss) and valid counts of a selection; returns the number of misses.
 
-    Every selected handle is stamped with `step`, which protects it from eviction during that step.
+    Returns -1 - i if block i is unknown or selected twice, -1 - n if the row pointers do not cover
+    the n blocks. Every selected handle is stamped with `step`, which protects it from eviction
+    during that step.
     """
+    bad = _first_bad_id(segments, row_ptr, blocks, blocks_of)
+    if bad != -1:
+        return -1 - (bad if bad >= 0 else blocks.shape[0])
     misses = 0
     for row in range(segments.shape[0]):
         segment = segments[row]
         for i in range(row_ptr[row], row_ptr[row + 1]):
             block = blocks[i]
             handle = chunks[segment, block // CHUNK] * CHUNK + block % CHUNK
+            if last_used[handle] == step:
+                return -1 - i
             slot = slot_of[handle]
             handles[i] = handle
             slots[i] = slot

@@ -21,7 +21,7 @@ class CapacityError(TierstoreError, MemoryError):
 
 
 class PolicyError(TierstoreError, RuntimeError):
-    """A policy broke its contract: it named a block that is unknown, protected, or named twice."""
+    """A policy or an index broke its contract: it named a block that is unknown, or named twice."""
 
 
 class StoreMismatchError(TierstoreError, ValueError):

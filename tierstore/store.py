@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
-from tierstore.errors import CapacityError, ConfigError
+from tierstore.errors import CapacityError, ConfigError, PolicyError
 from tierstore.interfaces import Access, Bytes, Ids, Pointers, Selection
 from tierstore.kernels import tables
 from tierstore.memory import Memory, unlimited
@@ -345,8 +345,8 @@ class BlockStore:
 
         Usually once. A selection larger than its domain comes in several visits that together hold
         each block once. While a visit lasts, the top tier stays as it is. CapacityError if a domain
-        has no room for a single block.
-        Requires: no block is selected twice.
+        has no room for a single block. PolicyError if the selection names a block that its segment
+        does not have, or one twice.
         """
         with self._changing():
             moves, n = self._moves, len(selection.ids)
@@ -355,9 +355,12 @@ class BlockStore:
             handles, slots = np.empty(n, np.int32), np.empty(n, np.int32)
             valid = np.empty(n, np.uint8)
             misses = tables.judge(
-                self.space.chunks, segments, selection.row_ptr, selection.ids, top.slot_of.array,
-                moves.valid.array, moves.last_used.array, moves.step, handles, slots, valid,
+                self.space.chunks, self.space.blocks, segments, selection.row_ptr, selection.ids,
+                top.slot_of.array, moves.valid.array, moves.last_used.array, moves.step,
+                handles, slots, valid,
             )  # fmt: skip
+            if misses < 0:
+                raise PolicyError(_bad_selection(selection, -1 - misses))
             access = Access(
                 selection.row_ptr, handles, selection.scores, moves.step, selection.everything
             )
@@ -458,6 +461,18 @@ class BlockStore:
                 assert residency.slots == self.tiers[level].capacity
             backing = self._moves.residency[self.backing]
             assert (backing.slot_of.array[handles] >= 0).all(), "the backing tier lost one"
+
+
+def _bad_selection(selection: Selection, position: int) -> str:
+    if position == len(selection.ids):
+        return (
+            f"row pointers {selection.row_ptr.tolist()[:8]}... of a selection: expected one more "
+            f"than there are rows, rising from 0 to {position}, the number of its ids"
+        )
+    return (
+        f"id {selection.ids[position]} at position {position} of a selection: expected distinct "
+        "numbers of blocks that the row's segment has"
+    )
 
 
 def _metadata_memory(tiers: Sequence[Tier]) -> Memory:

@@ -200,10 +200,11 @@ class Batch:
     def _fit_tiers(self, index_to_come: int) -> None:
         """Share the tiers out anew, as the context has grown."""
         rules, layer = self.rules, self.layers[0]
-        if rules.window is None:
-            per_sequence = self.tokens // rules.preset.block_tokens + 1
-        else:
-            per_sequence = np.ceil(self.budgets() * rules.window).astype(np.int64)
+        stored = self.tokens // rules.preset.block_tokens + 1
+        per_sequence = stored
+        if rules.window is not None:
+            window = np.ceil(self.budgets() * rules.window)
+            per_sequence = np.minimum(window, stored).astype(np.int64)
         self._most_residents = int(per_sequence.max()) if rules.attends_residents else 0
         wanted = np.tile(np.repeat(per_sequence, layer.heads), len(self.layers))
         segments = np.concatenate([each.segments for each in self.layers])
@@ -228,13 +229,13 @@ class Batch:
     # One new token per sequence
 
     def budgets(self) -> Pointers:
-        """Blocks that a row of each sequence may select."""
+        """Blocks that a row of each sequence may select, at least one and at most all."""
         budget, size = self.rules.budget, self.rules.preset.block_tokens
-        wanted = (
-            self.tokens * budget if isinstance(budget, float) else np.full(len(self.tokens), budget)
+        share = (
+            self.tokens * budget if isinstance(budget, float) else self.tokens * 0 + float(budget)
         )
-        blocks: Pointers = np.maximum(np.ceil(wanted / size - 1e-9), 1).astype(np.int64)
-        return blocks
+        blocks: Pointers = np.clip(np.ceil(share / size - 1e-9), 1, self.tokens // size + 1)
+        return blocks.astype(np.int64)
 
     def step(
         self,

@@ -44,7 +44,7 @@ def fit_top_tier(store: BlockStore, segments: Ids, wanted: Pointers, reserved_by
     reserved_bytes: room to leave for other data of the tier that is still to come.
     """
     tier, size = store.tiers[0], store.layout.block_bytes
-    total = int(wanted.sum())
+    total = int(np.maximum(wanted, 1).sum())
     slots = min(total, store.limit(0) - -(-reserved_bytes // size))
     if slots < len(segments):
         other = 0 if tier.memory is None else tier.memory.used_bytes - tier.memory.slot_bytes
@@ -54,10 +54,10 @@ def fit_top_tier(store: BlockStore, segments: Ids, wanted: Pointers, reserved_by
             f"({format_size(other + reserved_bytes)}) and at least one block per layer and KV "
             f"head: raise {tier.name}= to more than {format_size(needed)}"
         )
-    quota = np.maximum(wanted * slots // max(total, 1), 1)
-    quota -= np.maximum(0, np.cumsum(quota) - slots) if quota.sum() > slots else 0
+    beyond_one = np.maximum(wanted - 1, 0)
+    quota = 1 + beyond_one * (slots - len(segments)) // max(int(beyond_one.sum()), 1)
     if slots > tier.capacity:
         store.resize(0, slots)
-    store.set_quota(segments, np.minimum(quota, wanted))
+    store.set_quota(segments, np.minimum(quota, np.maximum(wanted, 1)))
     if slots < tier.capacity:
         store.resize(0, slots)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import torch
 
 from tierstore import kernels
 from tierstore.adapters.attention.batch import Batch, Rules
@@ -18,8 +23,6 @@ from tierstore.sizes import parse_budget
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    import torch
 
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.store import BlockStore
@@ -74,7 +77,7 @@ class SparseAttention:
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
-        if window is not None and not window >= 1:
+        if window is not None and not 1 <= window < math.inf:
             raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
         if tiers is not None and not fast is dram is disk is None:
             raise ConfigError("tiers= replaces fast=, dram= and disk=: give one or the other")
@@ -100,6 +103,9 @@ class SparseAttention:
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False
+        self._process = os.getpid()
+        # An engine that is dropped without close() gives its files back all the same.
+        self._close_stack = weakref.finalize(self, stack.close)
 
     def attend(
         self,
@@ -128,6 +134,16 @@ class SparseAttention:
         if query.shape[1::2] != (self.geometry.query_heads, self.geometry.head_dim):
             raise ConfigError(
                 f"query of shape {tuple(query.shape)}: expected [B, Hq, T, d] of {self.geometry}"
+            )
+        if query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2]:
+            raise ConfigError(
+                f"query {tuple(query.shape)} beside key {tuple(key.shape)}: expected the same "
+                "sequences and tokens in both"
+            )
+        if valid is not None and (valid.dtype != torch.bool or valid.shape != key.shape[::2]):
+            raise ConfigError(
+                f"valid of shape {tuple(valid.shape)}, {valid.dtype}: expected bool "
+                f"{tuple(key.shape[::2])}"
             )
         batch = self._batch_for(layer, key, value, scale)
         is_step = query.shape[2] == 1 and not batch.layers[layer].is_empty
@@ -191,7 +207,7 @@ class SparseAttention:
         """Free memory and files. Closing twice is allowed."""
         self._is_closed = True
         self._batch = None
-        self._stack.close()
+        self._close_stack()
 
     @property
     def store(self) -> BlockStore:
@@ -263,8 +279,8 @@ class SparseAttention:
             or not key.dtype == value.dtype == geometry.dtype
         ):
             raise ConfigError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} of {key.dtype}: expected "
-                f"[B, heads, T, dim] of {geometry}"
+                f"key {tuple(key.shape)} of {key.dtype} and value {tuple(value.shape)} of "
+                f"{value.dtype}: expected [B, heads, T, dim] of {geometry}"
             )
         self._check_whole()
         if batch is not None and len(batch.tokens) != key.shape[0]:
@@ -272,6 +288,8 @@ class SparseAttention:
                 f"{key.shape[0]} sequences come, {len(batch.tokens)} are stored: "
                 "reset() or select_rows() first"
             )
+        if batch is not None and scale != batch.scale:
+            raise ConfigError(f"scale={scale}: expected {batch.scale}, as in the calls before")
         if layer != self._next_layer:
             raise ConfigError(
                 f"layer {layer} comes, layer {self._next_layer} is next: call every layer once per "
@@ -309,3 +327,7 @@ class SparseAttention:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError("the cache is closed: attach again")
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "the cache belongs to the process that forked this one: make a new one"
+            )

@@ -37,14 +37,15 @@ def over_past(
     and forgotten, so that no more than one is in memory. Returns [Hq, T, e] float32.
     """
     kv_heads, new = key.shape[:2]
-    rows = query.float().mul(scale).reshape(kv_heads, -1, new, query.shape[-1])
+    group = query.shape[0] // kv_heads
+    rows = query.float().mul(scale).reshape(kv_heads, group, new, query.shape[-1])
     out = rows.new_zeros(*rows.shape[:-1], value.shape[-1])
     lse = rows.new_full(rows.shape[:-1], -torch.inf)
     for piece_key, piece_value in past:
         _attend_piece(rows, piece_key, piece_value, None, out, lse)
     visible = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
     _attend_piece(rows, key, value, visible, out, lse)
-    return out.reshape(query.shape[0], new, -1)
+    return out.reshape(query.shape[0], new, value.shape[-1])
 
 
 def _attend_piece(

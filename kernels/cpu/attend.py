@@ -66,10 +66,21 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
 
             for g in range(group):
                 peak = minus_infinity
+                is_broken = False
                 for i in range(n):
                     peak = max(peak, s[g, i])
+                    is_broken |= s[g, i] != s[g, i]
                 if merge:
                     peak = max(peak, lse[row, g])
+                    is_broken |= lse[row, g] != lse[row, g]
+                if is_broken:
+                    # A NaN must be seen, as torch shows it, not vanish in a comparison.
+                    for i in range(n):
+                        s[g, i] = 0.0
+                    for j in range(value_dim):
+                        acc[g, j] = np.nan
+                    lse[row, g] = np.nan
+                    continue
                 if peak == minus_infinity:
                     for i in range(n):
                         s[g, i] = 0.0

@@ -65,6 +65,8 @@ def test_the_last_byte_can_be_taken() -> None:
     memory.take(1, np.uint8, "index")
     assert memory.free_bytes == 0
     memory.take(0, np.uint8, "index")
+    with pytest.raises(CapacityError):
+        memory.take(1, np.uint8, "index")
 
 
 def test_slots_shrink_for_other_data() -> None:

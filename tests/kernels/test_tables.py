@@ -107,7 +107,7 @@ class Directory:
     def _judge(self) -> Arguments:
         segments, row_ptr, blocks = self.selection()
         n = len(blocks)
-        return (self.chunks, segments, row_ptr, blocks, self.slot_of, self.valid_of,
+        return (self.chunks, self.blocks, segments, row_ptr, blocks, self.slot_of, self.valid_of,
                 self.last_used, 9, empty(n), empty(n), empty(n, np.uint8))  # fmt: skip
 
     def _install(self) -> Arguments:
@@ -231,8 +231,8 @@ def test_judging_finds_slots_and_stamps_what_it_saw(seed: int) -> None:
     before = directory.last_used.copy()
 
     misses = tables.judge(
-        directory.chunks, segments, row_ptr, blocks, directory.slot_of, directory.valid_of,
-        directory.last_used, 9, handles, slots, valid,
+        directory.chunks, directory.blocks, segments, row_ptr, blocks, directory.slot_of,
+        directory.valid_of, directory.last_used, 9, handles, slots, valid,
     )  # fmt: skip
 
     assert handles.tolist() == expected

@@ -81,7 +81,8 @@ class MmapTier(Tier):
                 f"{self.name}: {slots} blocks take {format_size(size)}, over the limit of "
                 f"{format_size(self._limit_bytes)}: raise the limit"
             )
-        self._check_size()
+        if slots:
+            self._check_size()
         if size > self.used_bytes:
             self._preallocate(size)
         self._map_again(slots, size)
