@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
-from tierstore.errors import CapacityError, ConfigError, PolicyError
+from tierstore.errors import CapacityError, ConfigError
 from tierstore.interfaces import Access, Bytes, Ids, Pointers, Selection
 from tierstore.kernels import tables
 from tierstore.memory import Memory, unlimited
@@ -349,25 +349,15 @@ class BlockStore:
         does not have, or one twice.
         """
         with self._changing():
-            moves, n = self._moves, len(selection.ids)
-            moves.step += 1
-            top = moves.residency[0]
-            handles, slots = np.empty(n, np.int32), np.empty(n, np.int32)
-            valid = np.empty(n, np.uint8)
-            misses = tables.judge(
-                self.space.chunks, self.space.blocks, segments, selection.row_ptr, selection.ids,
-                top.slot_of.array, moves.valid.array, moves.last_used.array, moves.step,
-                handles, slots, valid,
-            )  # fmt: skip
-            if misses < 0:
-                raise PolicyError(_bad_selection(selection, -1 - misses))
+            moves, top = self._moves, self._moves.residency[0]
+            handles, slots, valid, misses = moves.judge(selection, segments)
             access = Access(
                 selection.row_ptr, handles, selection.scores, moves.step, selection.everything
             )
             if self.backing > 0:
                 moves.policies[0].on_access(access)
             if misses == 0:
-                self.metrics.tiers[0].hits += n
+                self.metrics.tiers[0].hits += len(handles)
                 yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))
                 return
             for row_ptr, chosen in self._moves.passes(selection.row_ptr, handles, slots):
@@ -461,18 +451,6 @@ class BlockStore:
                 assert residency.slots == self.tiers[level].capacity
             backing = self._moves.residency[self.backing]
             assert (backing.slot_of.array[handles] >= 0).all(), "the backing tier lost one"
-
-
-def _bad_selection(selection: Selection, position: int) -> str:
-    if position == len(selection.ids):
-        return (
-            f"row pointers {selection.row_ptr.tolist()[:8]}... of a selection: expected one more "
-            f"than there are rows, rising from 0 to {position}, the number of its ids"
-        )
-    return (
-        f"id {selection.ids[position]} at position {position} of a selection: expected distinct "
-        "numbers of blocks that the row's segment has"
-    )
 
 
 def _metadata_memory(tiers: Sequence[Tier]) -> Memory:

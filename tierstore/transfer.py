@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tierstore.directory import Residency
 from tierstore.errors import CapacityError, PolicyError
-from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers
+from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers, Selection
 from tierstore.kernels import tables
 
 if TYPE_CHECKING:
@@ -145,6 +145,24 @@ class Transfers:
 
     # In parts
 
+    def judge(self, selection: Selection, segments: Ids) -> tuple[Ids, Ids, Bytes, int]:
+        """Begin a step: handles, top-tier slots (-1 = miss) and valid counts, and the misses.
+
+        PolicyError if the selection names a block that its segment does not have, or one twice.
+        """
+        self.step += 1
+        n = len(selection.ids)
+        handles, slots = np.empty(n, np.int32), np.empty(n, np.int32)
+        valid = np.empty(n, np.uint8)
+        misses = tables.judge(
+            self._space.chunks, self._space.blocks, segments, selection.row_ptr, selection.ids,
+            self.residency[0].slot_of.array, self.valid.array, self.last_used.array, self.step,
+            handles, slots, valid,
+        )  # fmt: skip
+        if misses < 0:
+            raise PolicyError(_bad_selection(selection, -1 - misses))
+        return handles, slots, valid, misses
+
     def passes(
         self, row_ptr: Pointers, handles: Ids, slots: Ids
     ) -> Iterator[tuple[Pointers, Ids | None]]:
@@ -262,3 +280,15 @@ class Transfers:
             residency.remove(handles[residency.slot_of.array[handles] >= 0])
             if level < self.backing:
                 self.policies[level].on_remove(handles)
+
+
+def _bad_selection(selection: Selection, position: int) -> str:
+    if position == len(selection.ids):
+        return (
+            f"row pointers {selection.row_ptr.tolist()[:8]}... of a selection: expected one more "
+            f"than there are rows, rising from 0 to {position}, the number of its ids"
+        )
+    return (
+        f"id {selection.ids[position]} at position {position} of a selection: expected distinct "
+        "numbers of blocks that the row's segment has"
+    )
