@@ -32,7 +32,7 @@ def tensors(tokens: int, sequences: int = 1) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(sequences, heads, tokens, 16) for heads in (4, 2, 2))
 
 
-def prefilled(tokens: int = 300, **options: object) -> SparseAttention:
+def prefilled(tokens: int = 300, /, **options: object) -> SparseAttention:
     engine = SparseAttention(GEOMETRY, **options)  # type: ignore[arg-type]
     engine.attend(0, *tensors(tokens), scale=0.25)
     return engine

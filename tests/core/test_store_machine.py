@@ -68,12 +68,12 @@ class StoreMachine(RuleBasedStateMachine):
         first, others = ["device", "pinned", "mmap"], ["pinned", "late", "mmap"]
         kinds = [data.draw(st.sampled_from(others if i else first)) for i in range(self.length)]
         self.limits = [data.draw(st.sampled_from(LIMITS)) for _ in kinds]
+        self.policies = [Unruly(data.draw(st.sampled_from(POLICIES))()) for _ in kinds[1:]]
         self.folder = TemporaryDirectory()
         self.tiers = [
             make_tier(kind, limit, Path(self.folder.name), level)
             for level, (kind, limit) in enumerate(zip(kinds, self.limits, strict=True))
         ]
-        self.policies = [Unruly(data.draw(st.sampled_from(POLICIES))()) for _ in kinds[1:]]
         self.store = BlockStore(LAYOUT, self.tiers, self.policies)
         self.model: dict[int, list[Block]] = {}
         self.domain: dict[int, int] = {}
@@ -89,6 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.store.close()
+        if hasattr(self, "folder"):
             self.folder.cleanup()
 
     # What is known from outside
