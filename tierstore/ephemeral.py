@@ -29,8 +29,8 @@ class PrivateDirectory:
     """
 
     def __init__(self, parent: str | Path, *, keep: bool = False) -> None:
+        self._made_parent = _make(Path(parent))
         self._parent = Path(parent).absolute()
-        self._made_parent = _make(self._parent)
         self._keep = keep
         self._owner = os.getpid()
         self._is_closed = False

@@ -61,7 +61,10 @@ class HostBuffer:
             self._map.madvise(mmap.MADV_HUGEPAGE, 0, whole)
         start = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if start < len(self._map) and not self.is_locked:
-            self._map.madvise(mmap.MADV_DONTNEED, start, len(self._map) - start)
+            beyond = (start, len(self._map) - start)
+            self._map.madvise(mmap.MADV_DONTNEED, *beyond)
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                self._map.madvise(mmap.MADV_NOHUGEPAGE, *beyond)
 
 
 class Memory:
