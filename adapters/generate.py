@@ -205,7 +205,7 @@ def compare(
             cache.crop(difference - (max_new_tokens - 1))
             own.extend(_forced(model, full.tokens[difference:-1], cache, observer))
     # The first new token comes from the prefill, which is exact.
-    kl = tuple(_divergence(p, q) for p, q in zip(expected[1:], own[1:], strict=True))
+    kl = tuple(divergence(p, q) for p, q in zip(expected[1:], own[1:], strict=True))
     return Result(generation, report, Comparison(full, full_kv_bytes, difference, kl))
 
 
@@ -274,7 +274,8 @@ def _run_full(
     model: PreTrainedModel, prompt: Sequence[int], limit: int, observer: Observer
 ) -> tuple[Generation, int, list[torch.Tensor]]:
     """The run with full attention, its cache's bytes, and the logits of each new token."""
-    cache, keyword = _own_cache(model)
+    own = own_cache(model)
+    (cache,) = own.values()
     logits: list[torch.Tensor] = []
 
     def on_step(step: _Step) -> None:
@@ -283,19 +284,19 @@ def _run_full(
         logits.append(step.logits)
         observer.advance()
 
-    steps = _steps(model, prompt, {keyword: cache}, "full attention: prefill", observer)
+    steps = _steps(model, prompt, own, "full attention: prefill", observer)
     generation = _run(steps, len(prompt), limit, on_step=on_step)
     return generation, _nbytes(cache), logits
 
 
-def _own_cache(model: PreTrainedModel) -> tuple[DynamicCache, str]:
-    """An empty cache of transformers' own, and what the model's forward calls it."""
+def own_cache(model: PreTrainedModel) -> dict[str, DynamicCache]:
+    """An empty cache of transformers' own, under the name that the model's forward gives it."""
     from transformers import DynamicCache
 
     from tierstore.adapters.transformers.profile import profile_of
 
     profile = profile_of(model)
-    return DynamicCache(config=profile.decoder.config), profile.keyword
+    return {profile.keyword: DynamicCache(config=profile.decoder.config)}
 
 
 def _nbytes(cache: DynamicCache) -> int:
@@ -308,7 +309,7 @@ def _forced(
     """Logits after each of `tokens`, fed one by one."""
     observer.start("comparing distributions", len(tokens))
     for token in tokens:
-        yield _next_logits(model, [token], cache.kwargs)
+        yield next_logits(model, [token], cache.kwargs)
         observer.advance()
 
 
@@ -317,21 +318,20 @@ def _warm_up(model: PreTrainedModel, prompt: Sequence[int], tiers: TierOptions) 
     short = prompt[:_WARM_UP_TOKENS]
     with replace(tiers, keep=False).attach(model) as cache:
         list(islice(_steps(model, short, cache.kwargs, "warm-up", SILENCE), 3))
-    own, keyword = _own_cache(model)
-    list(islice(_steps(model, short, {keyword: own}, "warm-up", SILENCE), 3))
+    list(islice(_steps(model, short, own_cache(model), "warm-up", SILENCE), 3))
 
 
 def _timed_step(
     model: PreTrainedModel, tokens: Sequence[int], cache: Mapping[str, object]
 ) -> _Step:
     start = time.perf_counter()
-    logits = _next_logits(model, tokens, cache)
+    logits = next_logits(model, tokens, cache)
     token = int(logits.argmax())
     return _Step(token, logits, time.perf_counter() - start)
 
 
 @torch.inference_mode()
-def _next_logits(
+def next_logits(
     model: PreTrainedModel, tokens: Sequence[int], cache: Mapping[str, object]
 ) -> torch.Tensor:
     """Logits [vocabulary] of the token after `tokens`, which come after what `cache` holds."""
@@ -358,7 +358,7 @@ def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | No
     return next((place for place, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
     """KL(expected || found) in nats of the distributions that two rows of logits stand for."""
     p, q = (logits.double().log_softmax(-1) for logits in (expected, found))
     # Rounding can make it a little less than nothing.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch.nn import functional
-
-from tierstore.benchmarks.language import check_window, next_logits, own_cache, real_text
+from tierstore.adapters.generate import divergence, next_logits, own_cache
+from tierstore.benchmarks.language import check_window, real_text
 from tierstore.benchmarks.systems import SPARSE, attached
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def distances(say: Say, loaded: LoadedModel, tokens: int) -> Distances:
     context, forced = text[:tokens], text[tokens:]
     own = own_cache(model)
     next_logits(model, context, own)
-    expected = _log_probabilities(model, forced, own)
+    expected = _logits(model, forced, own)
     say("full attention: done")
     found = Distances({}, {}, {})
     wanted = [(system, budget) for system in SPARSE for budget in BUDGETS]
@@ -54,10 +53,8 @@ def distances(say: Say, loaded: LoadedModel, tokens: int) -> Distances:
         say(f"prefilled for {len(wanted)} systems and budgets")
         for name in engines.names:
             engines.choose(name)
-            pairs = list(
-                zip(expected, _log_probabilities(model, forced, cache.kwargs), strict=True)
-            )
-            found.kl[name] = [_divergence(full, sparse) for full, sparse in pairs]
+            pairs = list(zip(expected, _logits(model, forced, cache.kwargs), strict=True))
+            found.kl[name] = [divergence(full, sparse) for full, sparse in pairs]
             found.same[name] = [float(full.argmax() == sparse.argmax()) for full, sparse in pairs]
             found.tiers[name] = cache.report().to_dict()
             cache.crop(-len(forced))
@@ -65,12 +62,8 @@ def distances(say: Say, loaded: LoadedModel, tokens: int) -> Distances:
     return found
 
 
-def _log_probabilities(
+def _logits(
     model: PreTrainedModel, forced: Sequence[int], cache: Mapping[str, object]
 ) -> list[torch.Tensor]:
-    """Of the token after each forced one, [vocabulary] in float32."""
-    return [next_logits(model, [token], cache).float().log_softmax(-1) for token in forced]
-
-
-def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
-    return float(functional.kl_div(found, expected, log_target=True, reduction="sum"))
+    """Of the token after each forced one, [vocabulary] in the model's type."""
+    return [next_logits(model, [token], cache) for token in forced]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.adapters.documents import build_prompt, builtin_document
-from tierstore.benchmarks.language import next_logits
+from tierstore.adapters.generate import next_logits
 from tierstore.benchmarks.systems import SYSTEMS, attached
 
 if TYPE_CHECKING:

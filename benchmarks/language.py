@@ -1,4 +1,4 @@
-"""What the benchmarks on a language model share: its text, its caches, one step."""
+"""What the benchmarks on a language model share: its text, its sizes, its copies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import copy
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import torch
-
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CHARACTERS_PER_TOKEN = 8  # more than real text has
@@ -57,23 +53,3 @@ def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Another model over the same weights, so that each of several caches can have one attached."""
     tensors = chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def own_cache(model: PreTrainedModel) -> dict[str, object]:
-    """A new `DynamicCache` of transformers, as the model's keyword argument."""
-    from transformers import DynamicCache
-
-    from tierstore.adapters.transformers.profile import profile_of
-
-    profile = profile_of(model)
-    return {profile.keyword: DynamicCache(config=profile.decoder.config)}
-
-
-@torch.inference_mode()
-def next_logits(
-    model: PreTrainedModel, tokens: Sequence[int], cache: Mapping[str, object]
-) -> torch.Tensor:
-    """Logits [vocabulary] of what comes after `tokens`, which come after what `cache` holds."""
-    ids = torch.tensor([tokens], device=model.device)
-    logits: torch.Tensor = model(input_ids=ids, **cache, use_cache=True, logits_to_keep=1).logits
-    return logits[0, -1]

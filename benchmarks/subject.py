@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tierstore.benchmarks.language import next_logits, own_cache, sharing_weights
+from tierstore.adapters.generate import next_logits, own_cache
+from tierstore.benchmarks.language import sharing_weights
 from tierstore.benchmarks.steps import Steps, time_steps
 
 if TYPE_CHECKING:

@@ -60,6 +60,17 @@ def add_command(subparsers: Subparsers) -> None:
         "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
     )
     model.add_argument("--device", default="cpu", help="cpu or cuda; default: %(default)s")
+    _add_tier_options(parser)
+    report = parser.add_argument_group("what to report")
+    report.add_argument(
+        "--compare",
+        action="store_true",
+        help="run full attention too; both then make all new tokens, past the end of the answer",
+    )
+    report.add_argument("--json", metavar="FILE", help="write everything to a file")
+
+
+def _add_tier_options(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group("where keys and values live")
     tiers.add_argument(
         "--budget",
@@ -81,13 +92,6 @@ def add_command(subparsers: Subparsers) -> None:
     tiers.add_argument(
         "--window", type=float, metavar="X", help="capacity of the fast tier in budgets"
     )
-    report = parser.add_argument_group("what to report")
-    report.add_argument(
-        "--compare",
-        action="store_true",
-        help="run full attention too; both then make all new tokens, past the end of the answer",
-    )
-    report.add_argument("--json", metavar="FILE", help="write everything to a file")
 
 
 def run(options: argparse.Namespace) -> None:

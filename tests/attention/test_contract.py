@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import Preset
-from tierstore.errors import CapacityError, ConfigError
+from tierstore.errors import ConfigError
 from tierstore.indexers import ExactIndex
+from tierstore.layout import BlockLayout
 from tierstore.policies import LRU
+from tierstore.tiers import PinnedTier
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tierstore.interfaces import Bytes, Completion, Ids
 
 GEOMETRY = Geometry(3, 4, 2, 16, torch.float32, torch.device("cpu"))
+
+
+class Failing(PinnedTier):
+    """Refuses to write while it is told to."""
+
+    is_failing = False
+
+    def write(
+        self, slots: Ids, blocks: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        if self.is_failing:
+            raise OSError("no more")
+        return super().write(slots, blocks, rows, parts)
 
 
 def attend(engine: SparseAttention, layer: int, tokens: int, dim: int = 16) -> torch.Tensor:
@@ -48,15 +70,22 @@ def test_shapes_of_another_model_are_refused() -> None:
 
 
 def test_half_a_pass_is_never_built_upon() -> None:
-    """The limit holds two of three layers: the third fails, and the first two have gone ahead."""
-    engine = SparseAttention(GEOMETRY, dram="1100KiB")
-    run(engine, 800)
-    with pytest.raises(CapacityError):
-        run(engine, 9_000)
-    with pytest.raises(ConfigError, match="an earlier call failed"):
-        attend(engine, 0, 1)
+    """The third layer's write fails: two layers are then a pass ahead of it."""
+    tier = Failing(BlockLayout.kv(4, 16, torch.float32), "4MiB")
+    engine = SparseAttention(GEOMETRY, tiers=lambda _: [tier])
+    run(engine, 300)
+    attend(engine, 0, 100)
+    attend(engine, 1, 100)
+    tier.is_failing = True
+    with pytest.raises(OSError, match="no more"):
+        attend(engine, 2, 100)
+    tier.is_failing = False
+    for layer in (0, 2):
+        with pytest.raises(ConfigError, match="an earlier call failed"):
+            attend(engine, layer, 1)
     with pytest.raises(ConfigError, match="an earlier call failed"):
         engine.crop(1)
+    engine.store.validate()
     engine.reset()
     run(engine, 300)
     run(engine, 1)

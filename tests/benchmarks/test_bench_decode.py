@@ -10,9 +10,10 @@ import torch
 from bench_schema import as_json
 from rich.console import Console
 
+from tierstore.adapters.generate import next_logits, own_cache
 from tierstore.benchmarks import decode
 from tierstore.benchmarks.caches import CACHES
-from tierstore.benchmarks.language import next_logits, own_cache, real_text, sharing_weights
+from tierstore.benchmarks.language import real_text, sharing_weights
 from tierstore.benchmarks.steps import STEPS, time_steps
 from tierstore.errors import ConfigError
 

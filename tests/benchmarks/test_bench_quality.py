@@ -8,9 +8,10 @@ import pytest
 import torch
 from bench_schema import as_json
 
+from tierstore.adapters.generate import next_logits, own_cache
 from tierstore.benchmarks.distance import BUDGETS, STEPS
 from tierstore.benchmarks.facts import Answer, Fact
-from tierstore.benchmarks.language import next_logits, own_cache, real_text
+from tierstore.benchmarks.language import real_text
 from tierstore.benchmarks.quality import measure
 from tierstore.benchmarks.systems import SPARSE, SYSTEMS, attached, named
 from tierstore.errors import ConfigError
