@@ -10,7 +10,7 @@ from tierstore.benchmarks.language import sharing_weights
 from tierstore.benchmarks.steps import Steps, time_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -29,6 +29,7 @@ class Subject:
     def __init__(self, model: PreTrainedModel, tiers: TierOptions | None) -> None:
         self._model = sharing_weights(model)
         self._tiers: TierCache | None = None if tiers is None else tiers.attach(self._model)
+        self._cache: Mapping[str, object] = {}
 
     def prefill(self, text: Sequence[int]) -> float:
         """Forget everything and compute `text`; returns the seconds."""
@@ -36,7 +37,7 @@ class Subject:
             self._cache = own_cache(self._model)
         else:
             self._tiers.reset()
-            self._cache = dict(self._tiers.kwargs)
+            self._cache = self._tiers.kwargs
         start = time.perf_counter()
         next_logits(self._model, text, self._cache)
         return time.perf_counter() - start
