@@ -1,0 +1,123 @@
+"""The one seam between durable storage and the operating system.
+
+Everything that touches a durable file goes through a `FileIO`, so that a test can put faults, short
+transfers and power losses behind any single call (`tierstore.testing.FaultIO`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from tierstore.errors import TierOfflineError
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer, Sequence
+
+DIRECT = getattr(os, "O_DIRECT", 0)
+"""Flag that passes the page cache by; 0 where the system has none."""
+
+SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
+"""Flags of every open: not inherited by other programs, and no links followed."""
+
+
+class FileIO:
+    """Thin calls of the operating system. Every method may raise OSError.
+
+    Threads may call at once. `read` and `write` may move fewer bytes than asked for; use
+    `read_fully` and `write_fully`.
+    """
+
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor; a new file gets mode 0600. `SAFE` is added to `flags`."""
+        return os.open(path, flags | SAFE, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def read(self, fd: int, buffer: Buffer, offset: int) -> int:
+        """Bytes read at `offset` into `buffer`; 0 at the end of the file."""
+        return os.preadv(fd, [buffer], offset)
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Bytes of `buffers`, one after the other, written at `offset`."""
+        return os.pwritev(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        """Return when what was written to the file survives a power loss."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """Return when the names in a directory survive a power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        """Reserve disk blocks for a range, which reads as zeros where nothing was written."""
+        os.posix_fallocate(fd, offset, length)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def size(self, fd: int) -> int:
+        """Bytes in the file."""
+        return os.fstat(fd).st_size
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes that the file system of `path` still has for us."""
+        stats = os.statvfs(path)
+        return stats.f_bavail * stats.f_frsize
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory."""
+        return os.listdir(path)
+
+    def make_directory(self, path: str) -> None:
+        """A new directory with mode 0700."""
+        os.mkdir(path, 0o700)
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file another name, in place of the file that has it."""
+        os.replace(source, target)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def reached(self, point: str) -> None:
+        """A named moment of an operation, where a test may end the process."""
+
+
+def read_fully(io: FileIO, fd: int, buffer: Buffer, offset: int) -> None:
+    """Fill `buffer` from `offset` on. TierOfflineError if the file ends before that."""
+    rest = memoryview(buffer).cast("B")
+    while len(rest):
+        try:
+            count = io.read(fd, rest, offset)
+        except (InterruptedError, BlockingIOError):
+            continue
+        if count <= 0:
+            raise TierOfflineError(
+                errno.EIO, f"the file ends at {offset}: {len(rest)} more bytes were expected"
+            )
+        rest, offset = rest[count:], offset + count
+
+
+def write_fully(io: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """Write all of `buffers`, one after the other, from `offset` on."""
+    rest = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+    while rest:
+        try:
+            count = io.write(fd, rest, offset)
+        except (InterruptedError, BlockingIOError):
+            continue
+        if count <= 0:
+            raise OSError(errno.EIO, f"nothing could be written at {offset}")
+        offset += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]
