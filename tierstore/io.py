@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from tierstore.errors import TierOfflineError
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer, Sequence
+    from collections.abc import Sequence
+
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 """Flag that passes the page cache by; 0 where the system has none."""
@@ -36,11 +38,11 @@ class FileIO:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def read(self, fd: int, buffer: Buffer, offset: int) -> int:
+    def read(self, fd: int, buffer: WriteableBuffer, offset: int) -> int:
         """Bytes read at `offset` into `buffer`; 0 at the end of the file."""
         return os.preadv(fd, [buffer], offset)
 
-    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+    def write(self, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> int:
         """Bytes of `buffers`, one after the other, written at `offset`."""
         return os.pwritev(fd, buffers, offset)
 
@@ -91,7 +93,7 @@ class FileIO:
         """A named moment of an operation, where a test may end the process."""
 
 
-def read_fully(io: FileIO, fd: int, buffer: Buffer, offset: int) -> None:
+def read_fully(io: FileIO, fd: int, buffer: WriteableBuffer, offset: int) -> None:
     """Fill `buffer` from `offset` on. TierOfflineError if the file ends before that."""
     rest = memoryview(buffer).cast("B")
     while len(rest):
@@ -106,7 +108,7 @@ def read_fully(io: FileIO, fd: int, buffer: Buffer, offset: int) -> None:
         rest, offset = rest[count:], offset + count
 
 
-def write_fully(io: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+def write_fully(io: FileIO, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> None:
     """Write all of `buffers`, one after the other, from `offset` on."""
     rest = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
     while rest:
