@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -14,7 +16,8 @@ try:
 except ImportError:
 
     def njit(function: Function) -> Function:
-        return function
+        """Unsigned arithmetic wraps around, as it does when compiled."""
+        return cast("Function", np.errstate(over="ignore")(function))
 
 else:
 

@@ -28,6 +28,10 @@ class StoreMismatchError(TierstoreError, ValueError):
     """The directory holds something other than what was asked for."""
 
 
+class StoreLockedError(TierstoreError, BlockingIOError):
+    """Another process has the directory; the message names it."""
+
+
 class TierOfflineError(TierstoreError, OSError):
     """A tier failed and cannot serve."""
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     import torch
+    from _typeshed import ReadableBuffer
 
     from tierstore.directory import HandleSpace
     from tierstore.kernels.element import Array
@@ -118,6 +119,58 @@ class Tier(ABC):
     def used_bytes(self) -> int:
         """Bytes that the tier occupies on its medium, as far as its limit covers them."""
         return self.capacity * self.layout.block_bytes
+
+
+class RecordTier(ABC):
+    """Holds records, that is, values under keys, where several machines find them.
+
+    It promises nothing about how long: a record may vanish at any time, and is never served
+    damaged. Keys have 1 to 511 bytes. Any thread may call; all errors of the network are OSError.
+    """
+
+    name: str
+    max_value_bytes: int
+    """Bytes of the longest value it takes."""
+    damaged: int
+    """Values that were not handed out, since their bytes are not what was written."""
+    refused: int
+    """Values that were not taken: too long, or no room."""
+
+    @property
+    @abstractmethod
+    def medium(self) -> str:
+        """What the tier really is, for reports."""
+
+    @abstractmethod
+    def read(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bytes | None]:
+        """The value of each key; None if there is none or it is damaged.
+
+        TierOfflineError if the tier does not answer, at the latest after `deadline` seconds.
+        """
+
+    @abstractmethod
+    def write(
+        self, keys: Sequence[bytes], values: Sequence[ReadableBuffer]
+    ) -> npt.NDArray[np.bool_]:
+        """Put ``values[i]`` under ``keys[i]``, the last one of equal keys; False where refused.
+
+        TierOfflineError if the tier does not answer; each record is then the old or the new one,
+        and may still become the new one.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Take records away; whether each was there."""
+
+    @abstractmethod
+    def contains(
+        self, keys: Sequence[bytes], deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Whether there is something under each key, which may still turn out to be damaged."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up resources, not records; a second call does nothing."""
 
 
 @dataclass(slots=True)
@@ -266,18 +319,35 @@ class Index(ABC):
 
 
 class Codec(ABC):
-    """Turns the bytes of one part of an extent (many blocks) into stored bytes and back."""
+    """Turns an extent (the blocks of one I/O) into stored bytes and back. Threads may share one.
+
+    name: how people choose it. code: the byte on disk that says how an extent was coded, for ever;
+    0 to 63 are this library's, 128 to 255 are yours. is_lossless: whether every block comes back
+    byte for byte; a lossy codec states its error bound. unit_bytes: blocks are a multiple of it.
+    """
 
     name: str
+    code: int
     is_lossless: bool
+    unit_bytes: int = 1
 
     @abstractmethod
     def encode(self, blocks: Bytes) -> Bytes:
-        """Stored bytes of blocks [n, nbytes]; no longer than ``bound(blocks.nbytes)``."""
+        """Stored bytes, uint8 [m], of blocks uint8 [n, nbytes]; m <= ``bound(blocks.nbytes)``.
+
+        Equal blocks give equal bytes. Every block is accepted: what a lossy codec cannot code (NaN,
+        infinity) comes back byte for byte. The result may share memory with `blocks`. ConfigError
+        if nbytes is no multiple of `unit_bytes`.
+        """
 
     @abstractmethod
     def decode(self, stored: Bytes, out: Bytes) -> None:
-        """Fill out [n, nbytes]. CorruptBlockError if `stored` cannot be what `encode` made."""
+        """Fill out uint8 [n, nbytes] from what `encode` made of blocks of that shape.
+
+        CorruptBlockError if `stored` cannot be that, whatever its bytes; `out` then holds any
+        bytes. Allocates no more than a few times the size of `stored` and `out`: a length found
+        inside `stored` is compared, never believed.
+        """
 
     @abstractmethod
     def bound(self, nbytes: int) -> int:

@@ -32,3 +32,28 @@ class StoreMetrics:
     def hit_rate(self) -> float:
         """Share of selected blocks that were already in the top tier; 1.0 before the first."""
         return self.tiers[0].hits / self.selected if self.selected else 1.0
+
+
+@dataclass(frozen=True)
+class KeyedStats:
+    """What a keyed store holds and what happened since it was opened.
+
+    records: values that it has. hits: values served, by tier. misses: by reason; ``absent`` was
+    never put, or is gone. refused: values not taken, by reason. dropped: values that are gone, by
+    reason. errors: failed calls of the disk, by name. disk_bytes, dram_bytes: occupied, tables and
+    directory included. metadata_bytes: tables in memory that describe the values. leases: held now.
+    """
+
+    records: int
+    hits: dict[str, int]
+    misses: dict[str, int]
+    refused: dict[str, int]
+    dropped: dict[str, int]
+    errors: dict[str, int]
+    disk_bytes: int
+    dram_bytes: int
+    metadata_bytes: int
+    leases: int
+    is_offline: bool
+    reads: str
+    """``"direct"``, or ``"buffered"`` where the file system takes no direct reads."""

@@ -1,0 +1,110 @@
+"""Work that must not hold up its caller: with a deadline, or in the background."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+from tierstore.errors import CapacityError, TierOfflineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MOST_WAITING = 64
+
+
+def in_time(call: Callable[[], None], deadline: float | None, what: str) -> None:
+    """Call that, for at most `deadline` seconds; then TierOfflineError, and it goes on alone."""
+    if deadline is None:
+        call()
+        return
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    worker = threading.Thread(target=run, name=f"tierstore-{what}", daemon=True)
+    worker.start()
+    worker.join(deadline)
+    if worker.is_alive():
+        raise TierOfflineError(
+            errno.ETIMEDOUT,
+            f"{what} was not done within {deadline} seconds: the disk hangs, or the deadline is "
+            "too short",
+        )
+    if raised:
+        raise raised[0]
+
+
+class Prefetch:
+    """A prefetch under way."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    @classmethod
+    def done(cls) -> Prefetch:
+        """One with nothing to do."""
+        prefetch = cls()
+        prefetch.finish()
+        return prefetch
+
+    def finish(self) -> None:
+        """Let those who wait go on."""
+        self._done.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is done, after at most `timeout` seconds."""
+        return self._done.wait(timeout)
+
+
+class Prefetcher:
+    """One daemon thread that does prefetches in order, started by the first."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[Callable[[], None], Prefetch] | None] = queue.Queue(
+            _MOST_WAITING
+        )
+        self._worker: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def add(self, call: Callable[[], None]) -> Prefetch:
+        """Have that done. CapacityError if too many wait already."""
+        prefetch = Prefetch()
+        try:
+            self._queue.put_nowait((call, prefetch))
+        except queue.Full as error:
+            raise CapacityError(
+                f"{_MOST_WAITING} prefetches wait already: wait for some of them first"
+            ) from error
+        with self._starting:
+            if self._worker is None:
+                self._worker = threading.Thread(
+                    target=self._work, name="tierstore-prefetch", daemon=True
+                )
+                self._worker.start()
+        return prefetch
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            call, prefetch = job
+            try:
+                call()
+            finally:
+                prefetch.finish()
+
+    def close(self) -> None:
+        """Do nothing more; those who wait go on."""
+        while True:
+            try:
+                job = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job[1].finish()
+        self._queue.put(None)

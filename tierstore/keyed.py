@@ -1,0 +1,667 @@
+"""The keyed face: values under opaque keys, in memory over a durable volume.
+
+``put`` makes a value readable in this process; ``sync`` makes everything readable survive a power
+loss. A value may be lost at any time before that, and evicted after it; each loss is counted with
+its reason. What comes back is exactly what was put, or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Self
+
+import numpy as np
+
+from tierstore.admission import Admission, AdmitAll
+from tierstore.background import Prefetch, Prefetcher, in_time
+from tierstore.codecs import RawCodec
+from tierstore.errors import CapacityError, ConfigError, PolicyError, TierOfflineError
+from tierstore.hot import HotCache
+from tierstore.identity import Identity
+from tierstore.io import FileIO
+from tierstore.kernels import keys as kernels
+from tierstore.lease import Lease
+from tierstore.loading import Loader
+from tierstore.metrics import KeyedStats
+from tierstore.sizes import parse_size
+from tierstore.volume import Stored, Volume
+from tierstore.volume.format import LIVE, KeyFields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from tierstore.interfaces import Bytes, Codec, Pointers, RecordTier
+
+    Keys = Sequence[bytes] | Bytes
+    Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
+
+_log = logging.getLogger(__name__)
+
+_KEYS_AT_ONCE = 4096
+
+
+class KeyedStore:
+    """Values under keys of 1 to 511 bytes, in one namespace of a directory.
+
+    Any thread may call. Batch methods take a sequence of bytes, or an array uint8 [n, key bytes],
+    as keys; `deadline` is in seconds from the call. Wrong arguments are a ConfigError at once, and
+    change nothing; a disk that fails, damage and lack of room make a miss or a refusal, counted in
+    `stats`. In a forked child every method is a ConfigError.
+
+    Parameters
+    ----------
+    path: directory of namespaces; made (0700) if only its last part is missing.
+    identity: whose values they are. Another identity is another namespace, with files of its own.
+    disk: most bytes on disk; all of them are reserved when the store opens.
+    dram: most bytes of values in memory in front of it; None for none.
+    codec: how values are coded on disk; part of the identity.
+    admission: which values may be written.
+    remote: a tier behind the disk, which other machines may share.
+    verify: ``"reads"`` checks what comes from disk, ``"always"`` also what was just written.
+    recovery: ``"quiet"`` drops what is found damaged on opening, ``"strict"`` raises
+        CorruptBlockError.
+    segment: bytes of a segment file, a multiple of 4 KiB; a value must fit into one.
+    threads: reads of the disk that may be under way at once.
+    io, clock: what touches files, and tells time; for tests.
+
+    Raises StoreLockedError if another process has the namespace open, StoreMismatchError if its
+    directory holds something else, CapacityError if the disk has no room.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        identity: Identity,
+        *,
+        disk: int | str,
+        dram: int | str | None = None,
+        codec: Codec | None = None,
+        admission: Admission | None = None,
+        remote: RecordTier | None = None,
+        verify: Literal["reads", "always"] = "reads",
+        recovery: Literal["quiet", "strict"] = "quiet",
+        read_only: bool = False,
+        segment: int | str | None = None,
+        threads: int = 16,
+        io: FileIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_choice("verify", verify, ("reads", "always"))
+        _check_choice("recovery", recovery, ("quiet", "strict"))
+        if not isinstance(identity, Identity):
+            raise ConfigError(f"identity={identity!r}: expected a tierstore.identity.Identity")
+        disk_bytes = parse_size(disk, "disk")
+        dram_bytes = None if dram is None else parse_size(dram, "dram")
+        segment_bytes = None if segment is None else parse_size(segment, "segment")
+        self._codec: Codec = RawCodec() if codec is None else codec
+        self._admission: Admission = AdmitAll() if admission is None else admission
+        self._remote = remote
+        self._verify = verify
+        self._clock = clock
+        self._process = os.getpid()
+        self._leases: list[Lease] = []
+        self._hits: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self.volume = Volume(
+            path, replace(identity, codec=self._codec.name), capacity_bytes=disk_bytes,
+            segment_bytes=segment_bytes, recovery=recovery, read_only=read_only,
+            io=FileIO() if io is None else io, threads=threads,
+        )  # fmt: skip
+        self._loader = Loader(self.volume, self._codec)
+        self._prefetcher = Prefetcher()
+        if dram_bytes is not None:
+            self._loader.hot = HotCache(dram_bytes, self.volume.records)
+        self.volume.on_free = self._on_free
+
+    @property
+    def hot(self) -> HotCache | None:
+        """The memory tier, if there is one."""
+        return self._loader.hot
+
+    @property
+    def identity(self) -> Identity:
+        """Whose values they are."""
+        return self.volume.identity
+
+    def _check_open(self) -> None:
+        if self.volume.is_closed:
+            raise ConfigError("the store is closed: open it again")
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"the store was opened in process {self._process} and this is a fork of it: open "
+                "stores after forking"
+            )
+
+    def _on_free(self, places: Pointers) -> None:
+        if self.hot is not None:
+            self.hot.unlink(places)
+
+    # Writing
+
+    def put_many(
+        self, keys: Keys, values: Values, *, deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Store each value under its key, in place of what was there; which are readable now.
+
+        values: bytes-like, each, of any length that fits into a segment; they are copied. Others
+        are refused and leave no trace: see ``stats().refused``. Of a key given twice the last value
+        counts.
+        """
+        self._check_open()
+        fields, pieces = KeyFields(keys), _views(values)
+        if len(pieces) != len(fields):
+            raise ConfigError(f"{len(fields)} keys and {len(pieces)} values: expected one for each")
+        self._reap()
+        done = self._put_here(fields, pieces, deadline)
+        if self._remote is not None:
+            try:
+                self._remote.write(_key_list(keys), [bytes(piece) for piece in pieces])
+            except OSError as error:
+                self.volume.refused["remote"] += len(pieces)
+                _log.warning("%s: %s", self._remote.name, error)
+        return done
+
+    def _put_here(
+        self, fields: KeyFields, pieces: Sequence[memoryview], deadline: float | None
+    ) -> npt.NDArray[np.bool_]:
+        done = self._admitted(fields, pieces)
+        chosen = np.flatnonzero(done)
+        if len(chosen) > 1:
+            chosen = np.flatnonzero(done & fields.latest())
+        if not len(chosen):
+            return done
+        if len(chosen) < len(fields):
+            fields, pieces = fields.take(chosen), [pieces[i] for i in chosen.tolist()]
+        try:
+            done[chosen] = self.volume.write(fields, self._encoded(pieces), deadline)
+        except OSError as error:
+            self.volume.refused["deadline" if isinstance(error, TierOfflineError) else "io"] += len(
+                chosen
+            )
+            done[chosen] = False
+        if self._verify == "always":
+            done[chosen] &= self._read_back(fields)
+        return done
+
+    def _admitted(self, fields: KeyFields, pieces: Sequence[memoryview]) -> npt.NDArray[np.bool_]:
+        if type(self._admission) is AdmitAll:
+            return np.ones(len(fields), np.bool_)
+        prints = np.empty(len(fields), np.uint64)
+        kernels.fingerprints(fields.fields, fields.lengths, prints)
+        sizes = np.array([piece.nbytes for piece in pieces], np.int64)
+        with self.volume.lock:
+            verdicts = np.array(self._admission.admit(prints, sizes, self._clock()))
+            if verdicts.shape != prints.shape or verdicts.dtype != np.bool_:
+                raise PolicyError(
+                    f"{type(self._admission).__name__}.admit returned {verdicts.dtype} "
+                    f"{verdicts.shape}: expected bool {prints.shape}"
+                )
+            if not verdicts.all():
+                self.volume.refused["admission"] += int((~verdicts).sum())
+        return verdicts
+
+    def _encoded(self, pieces: Sequence[memoryview]) -> Stored:
+        sizes = [piece.nbytes for piece in pieces]
+        if self._codec.code == 0:
+            return Stored(pieces, sizes, 0)
+        blocks = [np.frombuffer(piece, np.uint8)[None] for piece in pieces]
+        coded = [self._codec.encode(block).data for block in blocks]
+        return Stored(coded, sizes, self._codec.code)
+
+    def _read_back(self, fields: KeyFields) -> npt.NDArray[np.bool_]:
+        """Which of them are on disk as they should be."""
+        is_right: npt.NDArray[np.bool_] = np.zeros(len(fields), np.bool_)
+
+        def note(position: int, value: memoryview) -> None:
+            is_right[position] = True
+
+        with self.volume.lock:
+            places, _ = self._find(fields)
+            found = np.flatnonzero(places >= 0)
+            self.volume.pin(places[found])
+        try:
+            self._loader.load(places, found.tolist(), note, Counter(), None)
+        finally:
+            self.volume.let_go(places[found])
+        return is_right
+
+    def put(self, key: bytes, value: bytes | bytearray | memoryview | Bytes) -> bool:
+        """Store a value under a key; whether it is readable now."""
+        return bool(self.put_many([key], [value])[0])
+
+    # Reading
+
+    def get_into(self, keys: Keys, out: Bytes, *, deadline: float | None = None) -> Pointers:
+        """Copy values to the start of the rows of out, uint8 [n, m]; their lengths, -1 for a miss.
+
+        ConfigError, and nothing is copied, if a value is longer than m.
+        """
+        self._check_open()
+        fields = KeyFields(keys)
+        if out.ndim != 2 or out.dtype != np.uint8 or len(out) != len(fields):
+            raise ConfigError(
+                f"out is {out.dtype} {out.shape}: expected uint8 [{len(fields)}, bytes of a value]"
+            )
+        lengths: Pointers = np.full(len(fields), -1, np.int64)
+
+        def copy_cached(places: Pointers, is_cached: npt.NDArray[np.bool_]) -> None:
+            sizes = self._sizes(places)
+            if sizes.max(initial=-1) > out.shape[1]:
+                raise ConfigError(
+                    f"out has rows of {out.shape[1]} bytes: expected at least {sizes.max()}, the "
+                    "longest of these values"
+                )
+            lengths[is_cached] = sizes[is_cached]
+            if self.hot is not None:
+                self.hot.copy_out(places, lengths, out)
+
+        def copy(position: int, value: memoryview) -> None:
+            out[position, : len(value)] = np.frombuffer(value, np.uint8)
+            lengths[position] = len(value)
+
+        self._serve(keys, fields, copy_cached, copy, deadline)
+        return lengths
+
+    def get_many(self, keys: Keys, *, deadline: float | None = None) -> list[bytes | None]:
+        """The value of each key; None for a miss."""
+        self._check_open()
+        fields = KeyFields(keys)
+        values: list[bytes | None] = [None] * len(fields)
+
+        def copy_cached(places: Pointers, is_cached: npt.NDArray[np.bool_]) -> None:
+            sizes = self._sizes(places)
+            for i in np.flatnonzero(is_cached).tolist():
+                assert self.hot is not None
+                values[i] = self.hot.value(int(places[i]), int(sizes[i])).tobytes()
+
+        def copy(position: int, value: memoryview) -> None:
+            values[position] = bytes(value)
+
+        self._serve(keys, fields, copy_cached, copy, deadline)
+        return values
+
+    def get(self, key: bytes, *, deadline: float | None = None) -> bytes | None:
+        """The value of a key; None for a miss."""
+        return self.get_many([key], deadline=deadline)[0]
+
+    def _sizes(self, places: Pointers) -> Pointers:
+        """Bytes of each value; -1 where there is none."""
+        lengths = self.volume.records.rows["value_bytes"][places].astype(np.int64)
+        return np.where(places >= 0, lengths, -1)
+
+    def _serve(
+        self,
+        keys: Keys,
+        fields: KeyFields,
+        copy_cached: Callable[[Pointers, npt.NDArray[np.bool_]], None],
+        copy: Callable[[int, memoryview], None],
+        deadline: float | None,
+    ) -> None:
+        """Hand out values: those in memory at once, others one by one as they come from below."""
+        until = _until(deadline)
+        try:
+            with self.volume.locked(deadline):
+                places, is_cached = self._find(fields)
+                copy_cached(places, is_cached)
+                missing = np.flatnonzero(~is_cached)
+                cold = missing[places[missing] >= 0]
+                self.volume.pin(places[cold])
+                self._hits[HotCache.name] += len(fields) - len(missing)
+        except TierOfflineError:
+            self._misses["deadline"] += len(fields)
+            return
+        if len(missing):
+            self._serve_missing(keys, places, missing, cold, copy, until)
+
+    def _find(self, fields: KeyFields) -> tuple[Pointers, npt.NDArray[np.bool_]]:
+        """Places, -1 where there is none, and which have a copy in memory; notes their use."""
+        records = self.volume.records
+        places = records.find(fields)
+        is_cached: npt.NDArray[np.bool_] = places >= 0
+        records.touch(places[is_cached])
+        is_cached &= records.cached[places] >= 0
+        return places, is_cached
+
+    def _serve_missing(
+        self,
+        keys: Keys,
+        places: Pointers,
+        missing: Pointers,
+        cold: Pointers,
+        copy: Callable[[int, memoryview], None],
+        until: float | None,
+    ) -> None:
+        """Hand out values that are not in memory; `cold` are pinned, and let go here."""
+        reasons: Counter[str] = Counter()
+        try:
+            failed = self._loader.load(places, cold.tolist(), copy, reasons, _left(until))
+        finally:
+            self.volume.let_go(places[cold])
+        absent = missing[places[missing] < 0].tolist()
+        self._hits["disk"] += len(cold) - len(failed)
+        self._misses += reasons
+        if self._remote is not None:
+            absent = self._serve_remote(self._remote, keys, [*absent, *failed], copy, until)
+            absent = [position for position in absent if places[position] < 0]
+        self._misses["absent"] += len(absent)
+
+    def _serve_remote(
+        self,
+        remote: RecordTier,
+        keys: Keys,
+        positions: list[int],
+        copy: Callable[[int, memoryview], None],
+        until: float | None,
+    ) -> list[int]:
+        """Hand out values of the remote tier, and keep them here; returns those it lacks."""
+        everything = _key_list(keys)
+        wanted = [everything[position] for position in positions]
+        try:
+            values = remote.read(wanted, _left(until))
+        except OSError as error:
+            self._misses["remote"] += len(wanted)
+            _log.warning("%s: %s", remote.name, error)
+            return positions
+        absent, found = [], []
+        for position, key, value in zip(positions, wanted, values, strict=True):
+            if value is None:
+                absent.append(position)
+            else:
+                copy(position, memoryview(value))
+                found.append((key, memoryview(value)))
+        self._hits[remote.name] += len(found)
+        if found and not self.volume.is_read_only:
+            self._put_here(KeyFields([key for key, _ in found]), [v for _, v in found], None)
+        return absent
+
+    def contains_many(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which keys have a value, as far as is known without reading it."""
+        self._check_open()
+        with self.volume.lock:
+            is_there: npt.NDArray[np.bool_] = self.volume.records.find(KeyFields(keys)) >= 0
+        if self._remote is not None and not is_there.all():
+            absent = np.flatnonzero(~is_there)
+            everything = _key_list(keys)
+            try:
+                found = self._remote.contains([everything[i] for i in absent.tolist()])
+            except OSError as error:
+                _log.warning("%s: %s", self._remote.name, error)
+            else:
+                is_there[absent] = found
+        return is_there
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a key has a value."""
+        return bool(self.contains_many([key])[0])
+
+    def touch_many(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Count values as used now, so that they leave later; which of them are there."""
+        self._check_open()
+        with self.volume.lock:
+            places, _ = self._find(KeyFields(keys))
+        return places >= 0
+
+    def touch(self, key: bytes) -> bool:
+        """Count a value as used now; whether it is there."""
+        return bool(self.touch_many([key])[0])
+
+    def lease_many(
+        self, keys: Keys, *, owner: str, seconds: float, deadline: float | None = None
+    ) -> Lease:
+        """Hold values for reading in place: no copy is made of those in memory.
+
+        owner: for reports. seconds: from now on the lease lives; the store may end it after that.
+        """
+        self._check_open()
+        if not seconds > 0:
+            raise ConfigError(f"seconds={seconds!r} of a lease: expected more than 0")
+        fields = KeyFields(keys)
+        self._reap()
+        values: list[Bytes | None] = [None] * len(fields)
+        try:
+            with self.volume.locked(deadline):
+                places, is_cached = self._find(fields)
+                is_found = places >= 0
+                self.volume.pin(places[is_found])
+                self._hits[HotCache.name] += int(is_cached.sum())
+        except TierOfflineError:
+            self._misses["deadline"] += len(fields)
+            return Lease(owner, self._clock() + seconds, values, np.empty(0, np.int64), _forget)
+        cold = np.flatnonzero(is_found & ~is_cached).tolist()
+
+        def copy(position: int, value: memoryview) -> None:
+            if self.hot is None or self.volume.records.cached[places[position]] < 0:
+                values[position] = np.frombuffer(bytes(value), np.uint8)
+
+        reasons: Counter[str] = Counter()
+        failed = self._loader.load(places, cold, copy, reasons, deadline) if cold else []
+        self._misses += reasons
+        self._hits["disk"] += len(cold) - len(failed)
+        self._misses["absent"] += len(fields) - int(is_found.sum())
+        with self.volume.lock:
+            sizes = self._sizes(places)
+            is_cached = is_found & (self.volume.records.cached[places] >= 0)
+            for i in np.flatnonzero(is_cached).tolist():
+                assert self.hot is not None
+                values[i] = self.hot.value(int(places[i]), int(sizes[i]))
+            lease = Lease(owner, self._clock() + seconds, values, places[is_found], self._end_lease)
+            self._leases.append(lease)
+        return lease
+
+    def lease(self, key: bytes, *, owner: str, seconds: float) -> Lease:
+        """Hold one value for reading in place."""
+        return self.lease_many([key], owner=owner, seconds=seconds)
+
+    def _end_lease(self, lease: Lease) -> None:
+        with self.volume.lock:
+            lease.end()
+        self._reap()
+
+    def _reap(self) -> None:
+        """End leases whose deadline passed, and let go of what no view can reach any more."""
+        if not self._leases:
+            return
+        with self.volume.lock:
+            now = self._clock()
+            for lease in self._leases.copy():
+                if lease.is_live and lease.deadline <= now:
+                    lease.end()
+                if not lease.is_live and lease.is_unused:
+                    self._leases.remove(lease)
+                    self.volume.unpin(lease.places)
+
+    def prefetch(self, keys: Keys) -> Prefetch:
+        """Begin to bring values into memory, in the background; nothing without a memory tier."""
+        self._check_open()
+        fields = KeyFields(keys)
+        if self.hot is None:
+            return Prefetch.done()
+        return self._prefetcher.add(lambda: self._load_quietly(keys, fields))
+
+    def _load_quietly(self, keys: Keys, fields: KeyFields) -> None:
+        def ignore(position: int, value: memoryview) -> None:
+            pass
+
+        self._serve(keys, fields, lambda places, is_cached: None, ignore, None)
+
+    def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
+        """Keys on this machine that begin with `prefix`, in no particular order.
+
+        Each that is there all the while comes once.
+        """
+        self._check_open()
+        with self.volume.lock:
+            places = self.volume.records.live_places()
+            sequences = self.volume.records.rows["sequence"][places]
+        for start in range(0, len(places), _KEYS_AT_ONCE):
+            part = slice(start, start + _KEYS_AT_ONCE)
+            with self.volume.lock:
+                rows = self.volume.records.rows[places[part]]
+                is_same = (rows["sequence"] == sequences[part]) & (rows["state"] == LIVE)
+                own = places[part][is_same].tolist()
+                found = [self.volume.records.key(place) for place in own]
+            yield from (key for key in found if key.startswith(prefix))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self.keys()
+
+    def __len__(self) -> int:
+        return self.volume.records.live
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.contains(key)
+
+    # Removing
+
+    def delete_many(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Remove values; which of them were there. They never come back.
+
+        TierOfflineError if the disk cannot take note of it: then they are gone from this process,
+        and may be there when the store is opened again.
+        """
+        self._check_open()
+        fields = KeyFields(keys)
+        with self.volume.lock:
+            self.volume.check_writable()
+            places = self.volume.records.find(fields)
+            self.volume.kill(np.unique(places[places >= 0]), "deleted")
+            self.volume.check_writable()
+        was_there: npt.NDArray[np.bool_] = places >= 0
+        if self._remote is not None:
+            self._remote.remove(_key_list(keys))
+        return was_there
+
+    def delete(self, key: bytes) -> bool:
+        """Remove a value; whether it was there."""
+        return bool(self.delete_many([key])[0])
+
+    def clear(self) -> None:
+        """Remove everything, durably, at a cost that does not depend on how much there is."""
+        self._check_open()
+        self.volume.clear()
+        if self._remote is not None:
+            self._remote.clear()
+
+    # Durability and the end
+
+    def sync(self, deadline: float | None = None) -> None:
+        """Return when everything readable now survives a power loss.
+
+        OSError if it may not: then nothing since the last good sync is promised; call again.
+        TierOfflineError after `deadline` seconds.
+        """
+        self._check_open()
+        in_time(self.volume.sync, deadline, "sync")
+
+    def resize(self, *, disk: int | str | None = None, dram: int | str | None = None) -> None:
+        """Change limits; values that no longer fit leave.
+
+        CapacityError, and no change of that limit, if leased values are in the way.
+        """
+        self._check_open()
+        if dram is not None:
+            limit = parse_size(dram, "dram")
+            with self.volume.lock:
+                self._reap()
+                self._replace_hot(limit)
+        if disk is not None:
+            self.volume.resize(parse_size(disk, "disk"))
+
+    def _replace_hot(self, limit_bytes: int) -> None:
+        records = self.volume.records
+        if self.hot is not None and self.hot.has_pinned():
+            raise CapacityError(
+                f"dram: {len(self._leases)} leases hold values in it: release them first"
+            )
+        fresh = HotCache(limit_bytes, records)
+        if self.hot is not None:
+            self.hot.clear()
+        self._loader.hot = fresh
+
+    def stats(self) -> KeyedStats:
+        """Counters and sizes, as of now."""
+        with self.volume.lock:
+            volume = self.volume
+            return KeyedStats(
+                records=volume.records.live,
+                hits=dict(self._hits),
+                misses=dict(+self._misses),
+                refused=dict(+volume.refused),
+                dropped=dict(+volume.dropped),
+                errors=dict(+volume.health.errors),
+                disk_bytes=volume.disk_bytes,
+                dram_bytes=0 if self.hot is None else self.hot.used_bytes,
+                metadata_bytes=volume.records.nbytes,
+                leases=len(self._leases),
+                is_offline=volume.health.is_offline,
+                reads="direct" if volume.is_direct else "buffered",
+            )
+
+    def close(self, deadline: float = 30.0) -> None:
+        """Sync and give up the directory; leases end. A second call does nothing.
+
+        OSError if the last sync failed, TierOfflineError after `deadline` seconds; the store is
+        closed all the same.
+        """
+        if os.getpid() != self._process or self.volume.is_closed:
+            return
+        self._prefetcher.close()
+        with self.volume.lock:
+            for lease in self._leases:
+                lease.end()
+        in_time(lambda: self.volume.close(deadline), deadline, "close")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def validate(self) -> None:
+        """Assert every invariant; for tests."""
+        with self.volume.lock:
+            self.volume.validate()
+            if self.hot is not None:
+                self.hot.validate()
+
+
+def _forget(lease: Lease) -> None:
+    lease.end()
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def _views(values: Values) -> list[memoryview]:
+    """Each value as bytes, without a copy."""
+    try:
+        return [
+            (value.data if isinstance(value, np.ndarray) else memoryview(value)).cast("B")
+            for value in values
+        ]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"values: expected contiguous bytes-like objects ({error}); pass arrays through "
+            "np.ascontiguousarray"
+        ) from error
+
+
+def _key_list(keys: Keys) -> list[bytes]:
+    return [bytes(key) for key in keys]
+
+
+def _until(deadline: float | None) -> float | None:
+    return None if deadline is None else time.monotonic() + deadline
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())

@@ -1,0 +1,210 @@
+"""Brings values from disk: each once, however many ask for it at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import CapacityError, CorruptBlockError
+from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.volume.format import PAGE
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Sequence
+
+    from tierstore.hot import HotCache
+    from tierstore.interfaces import Codec, Pointers
+    from tierstore.volume import Volume
+
+_STAGING_BYTES = 1 << 20
+_STAGING = 64
+
+
+class _Load:
+    """A value on its way, and what those who wait for it get."""
+
+    __slots__ = ("done", "reason", "value", "waiting")
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.waiting = 0
+        self.value: bytes | None = None
+        self.reason = "io"
+
+
+class Loader:
+    """Reads, verifies and decodes values of one volume, and keeps them in memory if there is room.
+
+    Staging buffers are a fixed pool, so memory in flight is bounded however much is asked for; of
+    values larger than a buffer, one is under way at a time.
+    """
+
+    def __init__(self, volume: Volume, codec: Codec) -> None:
+        self.hot: HotCache | None = None
+        self._volume = volume
+        self._codec = codec
+        self._loads: dict[int, _Load] = {}
+        self._staging = AlignedBuffers(_STAGING_BYTES, _STAGING)
+        self._large = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging buffers."""
+        return self._staging.nbytes
+
+    def load(
+        self,
+        places: Pointers,
+        positions: list[int],
+        deliver: Callable[[int, memoryview], None],
+        misses: Counter[str],
+        deadline: float | None,
+    ) -> list[int]:
+        """Call ``deliver(i, value)`` for each i of `positions` whose place has the right value.
+
+        The places are pinned; the view is valid during the call. Others are counted in `misses` by
+        reason, and their positions returned.
+        """
+        until = None if deadline is None else time.monotonic() + deadline
+        delivered: set[int] = set()
+
+        def hand_out(position: int, value: memoryview) -> None:
+            deliver(position, value)
+            delivered.add(position)
+
+        own, others = self._share(places, positions)
+        try:
+            waiting = own
+            while waiting:
+                waiting = self._load_some(places, waiting, hand_out, misses, until)
+        finally:
+            self._abandon(places, own)
+        for position, load in others:
+            if not load.done.wait(_left(until)):
+                misses["deadline"] += 1
+            elif load.value is None:
+                misses[load.reason] += 1
+            else:
+                hand_out(position, memoryview(load.value))
+        return [position for position in positions if position not in delivered]
+
+    def _share(
+        self, places: Pointers, positions: list[int]
+    ) -> tuple[list[int], list[tuple[int, _Load]]]:
+        """Positions to read here, and those that somebody is reading already."""
+        own: list[int] = []
+        others: list[tuple[int, _Load]] = []
+        with self._volume.lock:
+            for position in positions:
+                place = int(places[position])
+                load = self._loads.get(place)
+                if load is None:
+                    self._loads[place] = _Load()
+                    own.append(position)
+                else:
+                    load.waiting += 1
+                    others.append((position, load))
+        return own, others
+
+    def _abandon(self, places: Pointers, own: list[int]) -> None:
+        """Let nobody wait for loads that did not happen."""
+        with self._volume.lock:
+            for position in own:
+                load = self._loads.pop(int(places[position]), None)
+                if load is not None:
+                    load.done.set()
+
+    def _load_some(
+        self,
+        places: Pointers,
+        waiting: list[int],
+        deliver: Callable[[int, memoryview], None],
+        misses: Counter[str],
+        until: float | None,
+    ) -> list[int]:
+        """Load the first of those waiting, as many as there are buffers; returns the others."""
+        rooms = [self._room(int(places[position])) for position in waiting[:_STAGING]]
+        small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
+        if small == 0:
+            with self._large:
+                large = AlignedBuffers(rooms[0], 1).take()
+                self._read(places, waiting[:1], large, deliver, misses, until)
+            return waiting[1:]
+        try:
+            buffers = self._staging.take(small, _left(until))
+        except CapacityError:
+            for position in waiting:
+                self._finish(int(places[position]), None, "deadline", misses)
+            return []
+        outcomes: Sequence[Exception | None] = ()
+        try:
+            now = waiting[: len(buffers)]
+            outcomes = self._read(places, now, buffers, deliver, misses, until)
+        finally:
+            self._staging.give(buffers, outcomes)
+        return waiting[len(buffers) :]
+
+    def _room(self, place: int) -> int:
+        return -(-max(self._volume.files.disk_bytes(place), 1) // PAGE) * PAGE
+
+    def _read(
+        self,
+        places: Pointers,
+        positions: list[int],
+        buffers: Sequence[memoryview],
+        deliver: Callable[[int, memoryview], None],
+        misses: Counter[str],
+        until: float | None,
+    ) -> list[Exception | None]:
+        own = [int(places[position]) for position in positions]
+        outcomes = self._volume.read(own, buffers, _left(until))
+        for place, position, buffer, outcome in zip(own, positions, buffers, outcomes, strict=True):
+            value = None
+            if outcome is None:
+                try:
+                    value = self._decoded(place, buffer)
+                except CorruptBlockError as error:
+                    outcome = error
+                    self._volume.drop_damaged(np.array([place]), "codec")
+            self._finish(place, value, _reason(outcome), misses)
+            if value is not None:
+                deliver(position, value)
+        return outcomes
+
+    def _decoded(self, place: int, buffer: memoryview) -> memoryview:
+        row = self._volume.records.rows[place]
+        stored = buffer[: int(row["stored_bytes"])]
+        if not row["codec"]:
+            return stored
+        out = np.empty((1, int(row["value_bytes"])), np.uint8)
+        self._codec.decode(np.frombuffer(stored, np.uint8), out)
+        return memoryview(out[0])
+
+    def _finish(
+        self, place: int, value: memoryview | None, reason: str, misses: Counter[str]
+    ) -> None:
+        """Keep a value, or count its miss, and pass it on to those who wait for it."""
+        with self._volume.lock:
+            if value is None:
+                misses[reason] += 1
+            elif self.hot is not None:
+                self.hot.keep(place, value)
+            load = self._loads.pop(place)
+            load.reason = reason
+            if load.waiting and value is not None:
+                load.value = bytes(value)
+        load.done.set()
+
+
+def _reason(outcome: Exception | None) -> str:
+    if isinstance(outcome, LateReadError):
+        return "deadline"
+    return "corrupt" if isinstance(outcome, CorruptBlockError) else "io"
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())

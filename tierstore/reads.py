@@ -1,0 +1,441 @@
+"""Batches of reads from durable files, many at a time, and the buffers they go to."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierstore.errors import CapacityError, ConfigError, TierOfflineError
+from tierstore.io import read_fully
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from _typeshed import WriteableBuffer
+
+    from tierstore.io import FileIO
+
+_MERGED_BYTES = 1 << 20
+_MERGED_BUFFERS = 1024
+_RUNS_AT_ONCE = 16
+
+
+class Read(NamedTuple):
+    """One request: fill `buffer` with the bytes at `offset` of the file `fd`.
+
+    `check` is called after that, in the thread that read, beside other reads; an exception of it
+    is the outcome of the request.
+    """
+
+    fd: int
+    offset: int
+    buffer: WriteableBuffer
+    check: Callable[[], None] | None = None
+
+
+class LateReadError(TierOfflineError, TimeoutError):
+    """A read was not done in time. Its buffer may change until `is_settled`."""
+
+    def __init__(self, message: str, batch: _Batch | None) -> None:
+        super().__init__(errno.ETIMEDOUT, message)
+        self._batch = batch
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the buffer is the caller's again: no thread will touch it any more."""
+        return self._batch is None or self._batch.is_settled
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Call that once the buffer is the caller's again: now, or in the thread that reads."""
+        if self._batch is None or not self._batch.add_settling(call):
+            call()
+
+
+class _Batch:
+    """The requests of one call, as runs: ranges of a file that follow each other, read as one.
+
+    Whoever takes part takes some runs at a time, in order, and then leaves. `begun` counts runs
+    that were taken, `active` those who hold some. The lock guards both; an outcome is written by
+    the one that holds its run.
+    """
+
+    def __init__(self, requests: Sequence[Read]) -> None:
+        self.answered = threading.Event()
+        """Set when there is nothing more to wait for."""
+        self.runs = _merged(requests)
+        self.is_cancelled = False
+        self._requests = requests
+        self._outcomes: list[Exception | None] = [_UNKNOWN] * len(requests)
+        self._lock = threading.Lock()
+        self._begun = self._active = 0
+        self._settling: list[Callable[[], None]] = []
+
+    @property
+    def has_more(self) -> bool:
+        """Whether runs are left to take."""
+        return self._begun < len(self.runs) and not self.is_cancelled
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody holds a run, nor can take one."""
+        with self._lock:
+            return not self._active and not self.has_more
+
+    def take(self, hands: int) -> list[list[int]]:
+        """The next runs, fewer towards the end so that so many `hands` finish together."""
+        with self._lock:
+            if not self.has_more:
+                return []
+            left = len(self.runs) - self._begun
+            first, self._begun = self._begun, self._begun + _share(left, hands)
+            self._active += 1
+            return self.runs[first : self._begun]
+
+    def perform(self, io: FileIO, runs: list[list[int]]) -> None:
+        """Read runs that were taken, then leave."""
+        for run in runs:
+            if self.is_cancelled:
+                break
+            if len(run) == 1 or not self._read_as_one(io, run):
+                for number in run:
+                    self._outcomes[number] = _outcome(io, self._requests[number])
+        with self._lock:
+            self._active -= 1
+            if self._active or self.has_more:
+                return
+            self.answered.set()
+            settling, self._settling = self._settling, []
+        for call in settling:
+            call()
+
+    def _read_as_one(self, io: FileIO, run: list[int]) -> bool:
+        """Whether one read filled all; if not, one bad place must not cost its neighbours."""
+        requests = [self._requests[number] for number in run]
+        buffers = [request.buffer for request in requests]
+        try:
+            count = io.read_into(requests[0].fd, buffers, requests[0].offset)
+        except OSError:
+            return False
+        if count != sum(memoryview(buffer).nbytes for buffer in buffers):
+            return False
+        for number, request in zip(run, requests, strict=True):
+            self._outcomes[number] = _checked(request)
+        return True
+
+    def cancel(self) -> None:
+        """Begin no more runs."""
+        with self._lock:
+            self.is_cancelled = True
+            if not self._active:
+                self.answered.set()
+
+    def add_settling(self, call: Callable[[], None]) -> bool:
+        """Have that called when the batch is settled; False if it is."""
+        with self._lock:
+            if not self._active:
+                return False
+            self._settling.append(call)
+            return True
+
+    def outcomes(self) -> list[Exception | None]:
+        """What is known, and a late outcome for the rest. Requires: answered or cancelled."""
+        with self._lock:
+            known = self._outcomes.copy()
+            begun, is_active = self._begun, self._active > 0
+        if _UNKNOWN not in known:
+            return known
+        running = LateReadError("a read was not done in time", self if is_active else None)
+        known = [running if outcome is _UNKNOWN else outcome for outcome in known]
+        untouched = LateReadError("there was no time to begin a read", None)
+        for run in self.runs[begun:]:
+            for number in run:
+                known[number] = untouched
+        return known
+
+
+_UNKNOWN = Exception("an outcome that is not known yet")
+
+
+def _share(runs: int, hands: int) -> int:
+    return min(_RUNS_AT_ONCE, max(1, runs // (2 * hands)))
+
+
+def _merged(requests: Sequence[Read]) -> list[list[int]]:
+    """Numbers of requests by place in the files, together where one read can serve them."""
+    places = [request[:2] for request in requests]
+    runs: list[list[int]] = []
+    end: tuple[int, int] | None = None
+    nbytes = 0
+    for number in sorted(range(len(places)), key=places.__getitem__):
+        fd, offset = place = places[number]
+        size = memoryview(requests[number].buffer).nbytes
+        nbytes += size
+        if place == end and nbytes <= _MERGED_BYTES and len(runs[-1]) < _MERGED_BUFFERS:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+            nbytes = size
+        end = (fd, offset + size)
+    return runs
+
+
+def _outcome(io: FileIO, request: Read) -> Exception | None:
+    try:
+        read_fully(io, request.fd, request.buffer, request.offset)
+    except Exception as error:
+        return error
+    return _checked(request)
+
+
+def _checked(request: Read) -> Exception | None:
+    try:
+        if request.check is not None:
+            request.check()
+    except Exception as error:
+        return error
+    return None
+
+
+class _Queue:
+    """Batches with runs left. Workers hold this, not the pool, so that a lost pool ends them."""
+
+    def __init__(self, io: FileIO, threads: int) -> None:
+        self.io = io
+        self.threads = threads
+        self.workers: list[threading.Thread] = []
+        self.is_closed = False
+        self._process = os.getpid()
+        self._arrived = threading.Condition(threading.Lock())
+        self._waiting: deque[_Batch] = deque()
+        self._live: set[_Batch] = set()
+        self._idle = 0
+
+    def add(self, batch: _Batch, hands: int) -> bool:
+        """Have up to `hands` workers take part; False if the queue is closed."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "a ReadPool was used in a fork of the process that made it: make one after forking"
+            )
+        with self._arrived:
+            if self.is_closed:
+                return False
+            self._live.add(batch)
+            hands = min(hands, self.threads)
+            if hands:
+                self._waiting.append(batch)
+                self._arrived.notify(hands)
+            missing = min(hands - self._idle, self.threads - len(self.workers))
+            while missing > 0 and self._start_worker():
+                missing -= 1
+            return True
+
+    def _start_worker(self) -> bool:
+        worker = threading.Thread(target=_work, args=(self,), name="tierstore-read", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError:  # the system gives no more threads
+            return False
+        self.workers.append(worker)
+        return True
+
+    def take(self) -> tuple[_Batch, list[list[int]]] | None:
+        """Runs of the batch whose turn it is, once there are some; None when all is over."""
+        with self._arrived:
+            while not self.is_closed:
+                while self._waiting:
+                    batch = self._waiting.popleft()
+                    runs = batch.take(self.threads)
+                    if batch.has_more:
+                        self._waiting.append(batch)
+                    if runs:
+                        return batch, runs
+                self._idle += 1
+                self._arrived.wait()
+                self._idle -= 1
+        return None
+
+    def drop(self, batch: _Batch) -> None:
+        """Forget a batch."""
+        with self._arrived:
+            self._live.discard(batch)
+            if batch in self._waiting:
+                self._waiting.remove(batch)
+
+    def close(self) -> list[_Batch]:
+        """End idle workers, and others after their runs; returns the batches that have a caller."""
+        if os.getpid() != self._process:  # workers stay behind in a fork, and may hold the lock
+            return []
+        with self._arrived:
+            self.is_closed = True
+            self._arrived.notify_all()
+            live = list(self._live)
+        for batch in live:
+            batch.cancel()
+        return live
+
+
+def _work(queue: _Queue) -> None:
+    while (taken := queue.take()) is not None:
+        batch, runs = taken
+        batch.perform(queue.io, runs)
+        # An idle worker must not keep the buffers of its last batch alive.
+        del taken, batch, runs
+
+
+class ReadPool:
+    """Reads batches of requests, with many of them under way at once.
+
+    Any thread may call; batches of several callers take turns. What waits is what the callers
+    themselves wait for, and at most `threads` reads hang with a disk that hangs.
+
+    Parameters
+    ----------
+    threads: reads under way at once. 0 reads in the calling thread, one after the other.
+    """
+
+    def __init__(self, io: FileIO, threads: int = 32) -> None:
+        if threads < 0:
+            raise ConfigError(f"threads={threads} in ReadPool: expected 0 or more")
+        self._queue = _Queue(io, threads)
+        self._end = weakref.finalize(self, self._queue.close)
+
+    def read(
+        self, requests: Sequence[Read], deadline: float | None = None
+    ) -> list[Exception | None]:
+        """Fill the buffers; the outcome of each request, None where all is well.
+
+        Others: the OSError; `TierOfflineError` if the file ends too soon; what the check raised;
+        `LateReadError` for what is not done after `deadline` seconds, or when the pool closes.
+        What was not begun by then never will be, but a thread that hangs in the operating system
+        still has its buffers: keep them, unused, until the error `is_settled`.
+
+        Without a deadline the caller takes part in reading. A pool without threads looks at the
+        time between reads only. ConfigError in a fork of the process that made the pool.
+        """
+        until = None if deadline is None else time.monotonic() + deadline
+        queue, batch = self._queue, _Batch(requests)
+        takes_part = until is None or not queue.threads
+        if not batch.has_more:
+            return []
+        if not queue.add(batch, len(batch.runs) - takes_part):
+            batch.cancel()
+            return batch.outcomes()
+        try:
+            if takes_part or not queue.workers:
+                self._take_part(batch, until)
+            batch.answered.wait(_left(until))
+        except BaseException:  # an interrupt: the caller is about to reuse or free the buffers
+            batch.cancel()
+            batch.answered.wait(_left(until))
+            raise
+        finally:
+            batch.cancel()
+            queue.drop(batch)
+        return batch.outcomes()
+
+    def _take_part(self, batch: _Batch, until: float | None) -> None:
+        while until is None or time.monotonic() < until:
+            runs = batch.take(self._queue.threads + 1)
+            if not runs:
+                return
+            batch.perform(self._queue.io, runs)
+
+    def close(self, deadline: float = 5.0) -> bool:
+        """Refuse further reads and wait for those under way; whether all threads ended.
+
+        After `deadline` seconds, callers that still wait get late outcomes and threads that hang
+        are left alone: they end with the process. May be called again.
+        """
+        until = time.monotonic() + deadline
+        self._end.detach()
+        live = self._queue.close()
+        for worker in self._queue.workers:
+            worker.join(_left(until))
+        for batch in live:
+            batch.answered.wait(_left(until))
+            batch.answered.set()
+        return not any(worker.is_alive() for worker in self._queue.workers)
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())
+
+
+class AlignedBuffers:
+    """A fixed number of buffers at multiples of 4 KiB, taken and given back; any thread may.
+
+    Parameters
+    ----------
+    block_bytes: size of a buffer.
+    count: how many there are.
+    """
+
+    def __init__(self, block_bytes: int, count: int) -> None:
+        if block_bytes <= 0 or count <= 0:
+            raise ConfigError(
+                f"AlignedBuffers({block_bytes}, {count}): expected a size and a number above 0"
+            )
+        stride = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Shared pages, the default, would be those of a fork too, which then changes ours.
+        pages = memoryview(
+            mmap.mmap(-1, stride * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        )
+        self.block_bytes = block_bytes
+        self.nbytes = stride * count
+        """Bytes of all buffers together."""
+        self._free = [pages[at : at + block_bytes] for at in range(0, self.nbytes, stride)]
+        self._taken: dict[int, memoryview] = {}
+        self._given = threading.Condition()
+
+    @property
+    def free(self) -> int:
+        """Buffers that nobody has."""
+        return len(self._free)
+
+    def take(self, count: int = 1, deadline: float | None = None) -> list[memoryview]:
+        """From one to `count` buffers of `block_bytes`: what is free, but wait for the first.
+
+        CapacityError if there is none after `deadline` seconds. Give back what you hold before you
+        wait for more, or everybody waits for ever.
+        """
+        with self._given:
+            if not self._given.wait_for(lambda: self._free, deadline):
+                raise CapacityError(
+                    f"none of {len(self._taken)} staging buffers became free in {deadline} s: "
+                    "read less at once, or have more of them"
+                )
+            taken, self._free = self._free[-count:], self._free[:-count]
+            self._taken.update((id(buffer), buffer) for buffer in taken)
+            return taken
+
+    def give(
+        self, buffers: Sequence[memoryview], outcomes: Sequence[Exception | None] = ()
+    ) -> None:
+        """Return buffers from `take`: those very objects, each once.
+
+        outcomes: of the reads into them, one each. A buffer of a late read becomes free when the
+        read is settled.
+        """
+        late = [outcome for outcome in outcomes if isinstance(outcome, LateReadError)]
+        if not late:
+            self._free_again(buffers)
+            return
+        for buffer, outcome in zip(buffers, outcomes, strict=True):
+            if isinstance(outcome, LateReadError):
+                outcome.when_settled(partial(self._free_again, [buffer]))
+            else:
+                self._free_again([buffer])
+
+    def _free_again(self, buffers: Sequence[memoryview]) -> None:
+        with self._given:
+            for buffer in buffers:
+                del self._taken[id(buffer)]
+                self._free.append(buffer)
+            self._given.notify(len(buffers))

@@ -1,0 +1,5 @@
+"""The durable tier: records under keys in segment files."""
+
+from tierstore.volume.volume import Stored, Volume
+
+__all__ = ["Stored", "Volume"]

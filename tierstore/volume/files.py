@@ -1,0 +1,267 @@
+"""All segment files of a volume: where payloads and rows go, and what to do when a file fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import CapacityError, CorruptBlockError
+from tierstore.reads import Read, ReadPool
+from tierstore.sizes import format_size
+from tierstore.volume.format import KEY_INLINE, LIVE, PAGE, Header, extents_in, payload_checksum
+from tierstore.volume.segment import SUFFIX, Segment, stored_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tierstore.interfaces import Pointers
+    from tierstore.io import FileIO
+    from tierstore.volume.health import Health
+    from tierstore.volume.records import Records
+    from tierstore.volume.space import Space
+
+_ZEROS = memoryview(bytes(1 << 16))
+
+
+class SegmentFiles:
+    """The segments of one volume, by number. The volume's lock guards all but `write` and `read`.
+
+    Invariant: a segment here is blank and in ``space.blank``, or has extents and is in
+    ``space.used``, or is draining after `clear`. One that failed is in `retired`: readers may still
+    have its descriptor.
+    """
+
+    def __init__(
+        self, io: FileIO, folder: str, identity: bytes, nbytes: int, records: Records,
+        space: Space, health: Health, *, threads: int,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.nbytes = nbytes
+        self.by_number: dict[int, Segment] = {}
+        self.retired: list[Segment] = []
+        self._io = io
+        self._identity = identity
+        self._records = records
+        self._space = space
+        self._health = health
+        self._draining: list[Segment] = []
+        self._pool = ReadPool(io, threads)
+
+    def of(self, place: int) -> Segment:
+        """The segment that owns a place."""
+        return self.by_number[int(self._records.segment[place])]
+
+    def by_segment(self, places: Pointers) -> Iterator[tuple[Segment, Pointers]]:
+        """Places, segment by segment."""
+        numbers = self._records.segment[places]
+        for number in np.unique(numbers).tolist():
+            yield self.by_number[number], places[numbers == number]
+
+    # A segment's life
+
+    def create(self, number: int) -> None:
+        """Add a blank segment. OSError, or CapacityError if the disk is full."""
+        segment = Segment(self._io, self.folder, number, self.nbytes)
+        segment.create()
+        self.by_number[number] = segment
+        self._space.blank.append(segment)
+
+    def create_missing(self, most: int) -> None:
+        """Add blank segments until there are `most`. CapacityError, and none, for lack of room."""
+        missing = most - len(self.by_number)
+        needed, free = missing * self.nbytes, self._io.free_bytes(self.folder)
+        if needed > free:
+            raise CapacityError(
+                f"{self.folder!r}: {format_size(needed)} are needed, {format_size(free)} are free: "
+                "free disk space, or give the store less with disk="
+            )
+        numbers = (n for n in range(1 << 30) if not self._is_taken(n))
+        for _ in range(missing):
+            self.create(next(numbers))
+        if missing > 0:
+            self._io.sync_directory(self.folder)
+
+    def _is_taken(self, number: int) -> bool:
+        path = os.path.join(self.folder, f"{number:08d}{SUFFIX}")
+        return number in self.by_number or os.path.lexists(path)
+
+    def begin(self, size: int, epoch: int, generation: int) -> None:
+        """Make a blank segment one of free extents of that size; it is retired if that fails."""
+        segment = self._space.blank.pop()
+        extents = extents_in(self.nbytes, size)
+        header = Header(self._identity, epoch, segment.number, generation, size, extents)
+        try:
+            self._health.call(segment.begin, header)
+        except OSError:
+            self._retire(segment)
+            return
+        segment.first = self._records.open_run(segment.number, extents)
+        self._space.add(segment, np.arange(segment.first, segment.first + extents))
+
+    def live(self, segment: Segment) -> Pointers:
+        """Places of a segment's live records."""
+        run = segment.places
+        places: Pointers = np.flatnonzero(self._records.rows["state"][run] == LIVE) + run.start
+        return places
+
+    def blank(self, segment: Segment) -> None:
+        """Make a segment blank in memory; nothing of it may be live or pinned."""
+        self._space.remove(segment)
+        self._records.close_run(segment.first, segment.header.extents)
+        segment.forget()
+        self._space.blank.append(segment)
+
+    def drain_all(self) -> None:
+        """Have every segment blank, as soon as nobody has a pin in it; nothing may be live."""
+        for segments in list(self._space.used.values()):
+            for segment in segments.copy():
+                self._space.remove(segment)
+                segment.is_draining = True
+                self._draining.append(segment)
+        self.collect()
+
+    def collect(self) -> None:
+        """Make draining segments blank that nobody has pinned any more."""
+        for segment in self._draining.copy():
+            if not self._records.pins[segment.places].any():
+                self._draining.remove(segment)
+                self._records.close_run(segment.first, segment.header.extents)
+                segment.forget()
+                self._space.blank.append(segment)
+
+    def give_up(self, segment: Segment) -> None:
+        """Take a segment out of use whose live records were dropped."""
+        self._space.remove(segment)
+        self._records.segment[segment.places] = -1
+        self._retire(segment)
+
+    def _retire(self, segment: Segment) -> None:
+        """Let the file say that it is blank; offline if it does not even take that.
+
+        A file whose header cannot be replaced would show old records when it is opened again.
+        """
+        del self.by_number[segment.number]
+        self.retired.append(segment)
+        self._health.errors["failed segment"] += 1
+        try:
+            segment.begin(Header(self._identity, 0, segment.number, 0, 0, 0))
+            segment.sync()
+        except OSError:
+            self._health.give_up()
+
+    def renew(self, segment: Segment) -> None:
+        """Put a new, blank file in the place of one that was given up. OSError if that fails."""
+        self._io.remove(segment.path)
+        self.create(segment.number)
+        self._io.sync_directory(self.folder)
+
+    def remove(self, segment: Segment) -> None:
+        """Take a blank segment and its file away."""
+        self._space.blank.remove(segment)
+        del self.by_number[segment.number]
+        self.retired.append(segment)
+        self._io.remove(segment.path)
+
+    def close(self, deadline: float) -> None:
+        """Close every file; a reader that hangs keeps its own."""
+        if self._pool.close(deadline):
+            for segment in [*self.by_number.values(), *self.retired]:
+                with suppress(OSError):
+                    segment.close()
+
+    # Payloads and rows
+
+    def write_rows(self, places: Pointers, dropped: Callable[[Segment], None]) -> None:
+        """Bring rows to disk. A segment that refuses twice is given up, after `dropped` of it."""
+        owned = places[self._records.segment[places] >= 0]
+        for segment, own in self.by_segment(owned):
+            for attempt in range(2):
+                try:
+                    self._health.call(segment.write_rows, own, self._records)
+                    break
+                except OSError:
+                    if attempt:
+                        dropped(segment)
+                        self.give_up(segment)
+
+    def write(self, places: Pointers, pieces: Sequence[Sequence[memoryview | bytes]]) -> list[int]:
+        """Write payloads, each of some pieces, to pinned places; those of place -1 are skipped.
+
+        Neighbours are written in one call. Returns the positions of payloads that failed.
+        """
+        order = np.argsort(places, kind="stable")
+        order = order[places[order] >= 0]
+        owners = self._records.segment[places[order]]
+        is_next = (np.diff(places[order]) == 1) & (np.diff(owners) == 0)
+        failed: list[int] = []
+        for run in np.split(order, np.flatnonzero(~is_next) + 1):
+            if len(run) and not self._write_run(places, run.tolist(), pieces):
+                failed.extend(run.tolist())
+        return failed
+
+    def _write_run(
+        self, places: Pointers, run: list[int], pieces: Sequence[Sequence[memoryview | bytes]]
+    ) -> bool:
+        first = int(places[run[0]])
+        segment = self.by_number.get(int(self._records.segment[first]))
+        if segment is None:
+            return False
+        together: list[memoryview | bytes] = []
+        for i in run:
+            together.extend(pieces[i])
+            size = sum(map(len, pieces[i]))
+            # The kernel would first read a page that is written in part.
+            room = segment.header.extent_bytes if i != run[-1] else -(-size // PAGE) * PAGE
+            together.extend(_ZEROS[: room - at] for at in range(size, room, len(_ZEROS)))
+        try:
+            self._health.call(segment.write_extents, first, together)
+        except OSError:
+            return False
+        return True
+
+    def disk_bytes(self, place: int) -> int:
+        """Bytes of a record's payload on disk, a long key included."""
+        row = self._records.rows[place]
+        long_key = int(row["key_bytes"]) if row["key_bytes"] > KEY_INLINE else 0
+        return int(row["stored_bytes"]) + long_key
+
+    def reads(
+        self, places: Sequence[int], buffers: Sequence[memoryview], *, verify: bool = True
+    ) -> list[Read]:
+        """Requests that fill buffers with the payloads of pinned places, padded to whole pages.
+
+        Buffers begin at multiples of 4 KiB. The lock must be held; not so for `perform`.
+        """
+        requests = []
+        for place, buffer in zip(places, buffers, strict=True):
+            segment, size = self.of(place), self.disk_bytes(place)
+            check = self._check(segment, place, buffer[:size]) if verify else None
+            room = buffer[: -(-size // PAGE) * PAGE]
+            requests.append(Read(segment.direct, segment.offset(place), room, check))
+        return requests
+
+    def perform(self, requests: list[Read], deadline: float | None) -> list[Exception | None]:
+        """The outcome of each request: None, CorruptBlockError, OSError or LateReadError."""
+        outcomes = self._pool.read(requests, deadline)
+        for outcome in outcomes:
+            if outcome is None:
+                self._health.praise()
+            elif isinstance(outcome, OSError) and not isinstance(outcome, CorruptBlockError):
+                self._health.note(outcome)
+        return outcomes
+
+    def _check(self, segment: Segment, place: int, payload: memoryview) -> Callable[[], None]:
+        row, binding = self._records.rows[place].tobytes(), segment.binding(place)
+
+        def check() -> None:
+            if payload_checksum(stored_digest([payload]), row, binding) != row[8:24]:
+                raise CorruptBlockError(
+                    errno.EIO,
+                    f"{segment.path!r}: extent {place - segment.first} does not match its checksum",
+                )
+
+        return check

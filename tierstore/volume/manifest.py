@@ -1,0 +1,174 @@
+"""The directory of a volume, in LMDB: what each group of rows was at the latest sync.
+
+It is a cache of facts: everything in it can be found again by reading the segment files' tables. It
+lets a store open without checking rows one by one, and shows when a table is not what it was.
+
+===========================  ==========================================================
+key                          value
+===========================  ==========================================================
+``m``                        version u32, epoch u64, sequence u64, clean u8
+``g`` segment u32 group u32  generation u64, xxh3-128 of the group's rows (keys big-endian)
+===========================  ==========================================================
+
+Every value ends with the xxh3-64 of its key and itself, bound to the namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import lmdb
+import xxhash
+
+from tierstore.errors import CorruptBlockError
+from tierstore.identity import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tierstore.io import FileIO
+
+FOLDER = "directory"
+_META = struct.Struct("<IQQB")
+_GROUP = struct.Struct("<Q16s")
+_GROUP_KEY = struct.Struct(">sII")
+_SMALLEST_MAP = 1 << 16
+_LMDB_PAGE = 4096
+_LMDB_META = struct.Struct("<II Q Q 96x Q Q")
+_LMDB_MAGIC = 0xBEEFC0DE
+
+Groups = dict[tuple[int, int], tuple[int, bytes]]
+"""(segment, group) to (generation, digest of its rows)."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The state of the volume as of its latest sync."""
+
+    epoch: int
+    sequence: int
+    is_clean: bool
+    """Nothing was written afterwards: tables that differ are damaged."""
+
+
+class Manifest:
+    """The LMDB environment of one volume. The volume's lock guards it.
+
+    CorruptBlockError from the constructor if what is there is no LMDB environment, or is shorter
+    than it says: mapping such a file could kill the process.
+    """
+
+    def __init__(
+        self, io: FileIO, directory: str, identity: bytes, most_bytes: int, *, read_only: bool
+    ) -> None:
+        self._identity = identity
+        self._most_bytes = most_bytes
+        self.path = os.path.join(directory, FOLDER)
+        if not os.path.isdir(self.path):
+            io.make_directory(self.path)
+        file = os.path.join(self.path, "data.mdb")
+        size = max(_SMALLEST_MAP, _mapped_bytes(file) if os.path.exists(file) else 0)
+        try:
+            self._env = lmdb.open(
+                self.path, map_size=size, mode=0o600, readonly=read_only, max_dbs=0, max_readers=16
+            )
+        except lmdb.Error as error:
+            raise CorruptBlockError(f"{file!r} is no directory of a store ({error})") from error
+
+    @staticmethod
+    def discard(directory: str) -> None:
+        """Remove the environment of a volume; rows say everything that it did."""
+        shutil.rmtree(os.path.join(directory, FOLDER), ignore_errors=True)
+
+    def load(self) -> tuple[Commit | None, Groups, int]:
+        """The latest commit, what it says of groups, and how many values were damaged."""
+        commit, groups, damaged = None, Groups(), 0
+        try:
+            with self._env.begin(buffers=True) as transaction:
+                for key, value in transaction.cursor():
+                    body = self._checked(bytes(key), bytes(value))
+                    if body is None:
+                        damaged += 1
+                    elif bytes(key) == b"m":
+                        version, epoch, sequence, clean = _META.unpack(body)
+                        if version == FORMAT_VERSION:
+                            commit = Commit(epoch, sequence, bool(clean))
+                    else:
+                        _, segment, group = _GROUP_KEY.unpack(key)
+                        groups[segment, group] = _GROUP.unpack(body)
+        except lmdb.Error as error:
+            raise CorruptBlockError(f"{self.path!r} cannot be read ({error})") from error
+        return commit, groups, damaged
+
+    def _checked(self, key: bytes, value: bytes) -> bytes | None:
+        body, check = value[:-8], value[-8:]
+        expected = _META.size if key == b"m" else _GROUP.size
+        is_known = key == b"m" or (len(key) == _GROUP_KEY.size and key[:1] == b"g")
+        is_right = is_known and len(body) == expected and check == self._check(key, body)
+        return body if is_right else None
+
+    def _check(self, key: bytes, body: bytes) -> bytes:
+        return xxhash.xxh3_64_digest(self._identity + key + body)
+
+    def commit(self, commit: Commit, groups: Mapping[tuple[int, int], tuple[int, bytes]]) -> None:
+        """Write all of it in one durable transaction; OSError, and no change, if that fails.
+
+        A full map grows, up to the bytes that the volume keeps for it.
+        """
+        entries = {b"m": _META.pack(FORMAT_VERSION, commit.epoch, commit.sequence, commit.is_clean)}
+        for (segment, group), fact in groups.items():
+            entries[_GROUP_KEY.pack(b"g", segment, group)] = _GROUP.pack(*fact)
+        while True:
+            try:
+                with self._env.begin(write=True) as transaction:
+                    for key, body in entries.items():
+                        transaction.put(key, body + self._check(key, body))
+            except lmdb.MapFullError as error:
+                self._grow(error)
+            except lmdb.Error as error:
+                raise OSError(f"{self.path!r}: the directory was not written ({error})") from error
+            else:
+                return
+
+    def _grow(self, error: lmdb.Error) -> None:
+        size = self._env.info()["map_size"] * 2
+        if size > self._most_bytes:
+            raise OSError(
+                f"{self.path!r}: the directory is full at its limit of {self._most_bytes} bytes"
+            ) from error
+        self._env.set_mapsize(size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the environment's file."""
+        return os.path.getsize(os.path.join(self.path, "data.mdb"))
+
+    def close(self) -> None:
+        """Close the environment. A second call does nothing."""
+        self._env.close()
+
+
+def _mapped_bytes(file: str) -> int:
+    """Size of the map of an LMDB file, which is at least as long as its pages in use."""
+    with open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        pages = stream.read(2 * _LMDB_PAGE)
+    latest = (-1, 0, 0)
+    for start in (0, _LMDB_PAGE):
+        if len(pages) < start + 16 + _LMDB_META.size:
+            break
+        magic, version, _, mapped, last, number = _LMDB_META.unpack_from(pages, start + 16)
+        if magic == _LMDB_MAGIC and version == 1:
+            latest = max(latest, (number, mapped, last))
+    number, mapped, last = latest
+    if number < 0:
+        raise CorruptBlockError(f"{file!r} is no LMDB file")
+    if size < (last + 1) * _LMDB_PAGE:
+        raise CorruptBlockError(
+            f"{file!r} has {size} bytes, expected at least {(last + 1) * _LMDB_PAGE}"
+        )
+    return int(mapped)

@@ -1,0 +1,409 @@
+"""What happens when a volume is opened: whose it is, what is in it, what is damaged.
+
+The file ``IDENTITY`` says whose it is, the directory what each group of rows was at the latest
+sync, and the tables of the segment files say everything. A group that is as the directory says is
+taken as it is; of any other, each row speaks for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import (
+    ConfigError,
+    CorruptBlockError,
+    StoreMismatchError,
+    TierOfflineError,
+)
+from tierstore.identity import Facts
+from tierstore.io import read_fully, write_fully
+from tierstore.reads import AlignedBuffers
+from tierstore.volume.format import DEAD, FREE, GROUP, KEY_INLINE, LIVE, PAGE, row_check
+from tierstore.volume.lock import DirectoryLock
+from tierstore.volume.manifest import Commit, Groups, Manifest
+from tierstore.volume.segment import SUFFIX, Segment
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    import numpy.typing as npt
+
+    from tierstore.identity import Identity
+    from tierstore.interfaces import Pointers
+    from tierstore.io import FileIO
+    from tierstore.volume.files import SegmentFiles
+    from tierstore.volume.records import Records
+    from tierstore.volume.space import Space
+
+IDENTITY = "IDENTITY"
+SEGMENTS = "segments"
+_SEGMENT = re.compile(r"(\d{8})" + re.escape(SUFFIX))
+_IDENTITY_BYTES_MOST = 1 << 16
+_LEAST_DIRECTORY_BYTES = 1 << 20
+_SEGMENT_BYTES = (1 << 20, 1 << 34)
+
+
+class Opening:
+    """One attempt to open a volume. `fill` reads what is in it.
+
+    ConfigError, StoreMismatchError, StoreLockedError, CapacityError, and in strict mode
+    CorruptBlockError: then nothing is changed or held.
+    """
+
+    def __init__(
+        self,
+        parent: str | os.PathLike[str],
+        identity: Identity,
+        capacity_bytes: int,
+        segment_bytes: int | None,
+        io: FileIO,
+        *,
+        read_only: bool,
+        is_strict: bool,
+        dropped: Counter[str],
+    ) -> None:
+        self.identity = identity
+        self.sequence = 1
+        self.is_clean = False
+        self.older: Pointers = np.empty(0, np.int64)
+        """Live rows of which a newer one has the same key."""
+        self._io = io
+        self._dropped = dropped
+        self._is_strict = is_strict
+        self._read_only = read_only
+        self._most_bytes = capacity_bytes
+        self.directory = _namespace(io, parent, identity.folder, read_only=read_only)
+        self.folder = os.path.join(self.directory, SEGMENTS)
+        self.lock = DirectoryLock(self.directory, shared=read_only)
+        try:
+            self._make_folder()
+            self._names = self._segment_names()
+            self.manifest, self._commit, self._groups = self._open_manifest()
+            try:
+                self.facts = self._find_facts(segment_bytes)
+            except BaseException:
+                self.manifest.close()
+                raise
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def abandon(self) -> None:
+        """Give up what the constructor holds."""
+        self.manifest.close()
+        self.lock.release()
+
+    def _make_folder(self) -> None:
+        if not self._read_only and SEGMENTS not in self._io.list(self.directory):
+            self._io.make_directory(self.folder)
+            self._io.sync_directory(self.directory)
+
+    def _segment_names(self) -> dict[int, str]:
+        """Regular files with the name of a segment, by number; all else is left alone."""
+        names = {}
+        for name in sorted(self._io.list(self.folder)):
+            match = _SEGMENT.fullmatch(name)
+            path = os.path.join(self.folder, name)
+            if match and os.path.isfile(path) and not os.path.islink(path):
+                names[int(match[1])] = path
+        return names
+
+    def _open_manifest(self) -> tuple[Manifest, Commit | None, Groups]:
+        """The directory; a new one in place of one that cannot be used."""
+        most = directory_bytes(self._most_bytes)
+        for attempt in range(2):
+            try:
+                manifest = Manifest(
+                    self._io, self.directory, self.identity.digest, most, read_only=self._read_only
+                )
+                try:
+                    commit, groups, damaged = manifest.load()
+                except CorruptBlockError:
+                    manifest.close()
+                    raise
+            except CorruptBlockError:
+                if self._is_strict or self._read_only or attempt:
+                    raise
+                self._dropped["damaged directory"] += 1
+                Manifest.discard(self.directory)
+            else:
+                self._complain(damaged, "damaged directory entry", manifest.path)
+                return manifest, commit, groups
+        raise AssertionError("unreachable")
+
+    def _complain(self, count: int, reason: str, where: str) -> None:
+        """Count damage, or raise in strict mode."""
+        if count and self._is_strict:
+            raise CorruptBlockError(
+                f"{where!r}: {count} × {reason}; open with recovery='quiet' to drop what is damaged"
+            )
+        if count:
+            self._dropped[reason] += count
+
+    # Whose it is
+
+    def _find_facts(self, segment_bytes: int | None) -> Facts:
+        path = os.path.join(self.directory, IDENTITY)
+        facts = _read_facts(self._io, path)
+        if facts is not None:
+            self.identity.check(facts.identity, repr(path))
+            if segment_bytes not in (None, facts.segment_bytes):
+                raise StoreMismatchError(
+                    f"{path!r}: segments have {facts.segment_bytes} bytes, expected "
+                    f"{segment_bytes}: leave segment= out, or choose another directory"
+                )
+            return facts
+        is_new = not self._names and IDENTITY not in self._io.list(self.directory)
+        self._complain(int(not is_new), "damaged identity", path)
+        facts = self._facts_from_segments() or Facts(
+            self.identity, 1, _segment_bytes(self._most_bytes, segment_bytes)
+        )
+        if not self._read_only:
+            write_facts(self._io, self.directory, facts)
+        elif is_new:
+            raise ConfigError(
+                f"{self.directory!r} holds no store of this identity: open it with read_only=False "
+                "to make one"
+            )
+        return facts
+
+    def _facts_from_segments(self) -> Facts | None:
+        """What the segment files' headers say, if one of them is readable and ours."""
+        epochs, sizes = [], []
+        for number, path in self._names.items():
+            size = os.path.getsize(path)
+            segment = Segment(self._io, self.folder, number, size)
+            try:
+                segment.open(read_only=True)
+                header = segment.read_header()
+            except OSError:
+                continue
+            finally:
+                segment.close()
+            if header is not None and header.identity == self.identity.digest:
+                epochs.append(header.epoch)
+                sizes.append(size)
+        if not sizes:
+            return None
+        known = self._commit.epoch if self._commit is not None else 0
+        return Facts(self.identity, max(known, *epochs), max(set(sizes), key=sizes.count))
+
+    # What is in it
+
+    def fill(self, files: SegmentFiles, records: Records, space: Space) -> None:
+        """Open the segment files, index what is live, and reserve the rest of the capacity."""
+        commit = self._commit
+        if commit is not None and commit.epoch == self.facts.epoch:
+            self.is_clean = commit.is_clean
+            self.sequence = commit.sequence
+        else:
+            self._groups = Groups()
+        live = [np.empty(0, np.int64)]
+        for number in self._names:
+            segment = Segment(self._io, self.folder, number, self.facts.segment_bytes)
+            try:
+                if self._open_segment(segment, files, space):
+                    live.append(self._read_table(segment, records, space))
+            except OSError as error:
+                segment.close()
+                self._complain(1, "unreadable segment", f"{segment.path} ({error})")
+        places = np.concatenate(live)
+        self._read_long_keys(files, records, places)
+        self.older = records.enter_newest(places)
+        sequences = records.rows["sequence"]
+        self.sequence = max(self.sequence, int(sequences.max(initial=0)) + 1)
+        self._order_by_age(records, places)
+        if not self._read_only:
+            self._reserve(files, space)
+
+    def _open_segment(self, segment: Segment, files: SegmentFiles, space: Space) -> bool:
+        """Open a file and take it in; whether it has extents of this epoch."""
+        size = segment.open(read_only=self._read_only)
+        header = segment.read_header() if size >= PAGE else None
+        if header is None and size != segment.nbytes:
+            segment.close()  # nothing of ours
+            return False
+        if header is not None and header.identity != self.identity.digest:
+            segment.close()
+            raise StoreMismatchError(
+                f"{segment.path!r} belongs to another store ({header.identity.hex()}, expected "
+                f"{self.identity.digest.hex()}): move it away"
+            )
+        if header is None and not segment.is_new():
+            self._complain(1, "damaged segment header", segment.path)
+        if size < segment.nbytes and not self._read_only:
+            self._complain(1, "short segment", segment.path)
+            segment.extend()
+        files.by_number[segment.number] = segment
+        if header is None or not header.extents or header.epoch != self.facts.epoch:
+            space.blank.append(segment)
+            return False
+        segment.take(header)
+        return True
+
+    def _read_table(self, segment: Segment, records: Records, space: Space) -> Pointers:
+        """Rows of a segment into `records`; the places of live ones."""
+        segment.first = records.open_run(segment.number, segment.header.extents)
+        segment.read_rows(records)
+        rows = records.rows[segment.places]
+        is_bad = self._bad_rows(segment, records)
+        self._complain(int(is_bad.sum()), "damaged row", segment.path)
+        rows[is_bad] = np.zeros(1, rows.dtype)
+        state = rows["state"]
+        live = np.flatnonzero(state == LIVE)
+        space.add(segment, np.flatnonzero(state != LIVE) + segment.first)
+        return live + segment.first
+
+    def _bad_rows(self, segment: Segment, records: Records) -> npt.NDArray[np.bool_]:
+        """Which rows are not to be believed."""
+        is_bad = np.zeros(segment.header.extents, np.bool_)
+        for group in range(-(-segment.header.extents // GROUP)):
+            known = self._groups.get((segment.number, group))
+            is_known = known is not None and known[0] == segment.header.generation
+            if is_known and known is not None and known[1] == segment.digest(group, records):
+                continue
+            part = slice(group * GROUP, (group + 1) * GROUP)
+            bad = _failing(segment, records, part)
+            if is_known and self.is_clean and not bad.any():
+                # A whole table of right rows, but not the one that was synced: an older one.
+                self._complain(1, "stale table", segment.path)
+                bad[:] = True
+            is_bad[part] = bad
+            segment.dirty_groups.add(group)
+        return is_bad
+
+    def _read_long_keys(self, files: SegmentFiles, records: Records, places: Pointers) -> None:
+        """Keys that do not fit into rows, from the ends of their payloads."""
+        long = places[records.rows["key_bytes"][places] > KEY_INLINE]
+        for place in long.tolist():
+            row = records.rows[place]
+            segment, start = files.of(place), int(row["stored_bytes"])
+            size = int(row["key_bytes"])
+            first = (segment.offset(place) + start) // PAGE * PAGE
+            skip = segment.offset(place) + start - first
+            buffer = AlignedBuffers(-(-(skip + size) // PAGE) * PAGE, 1).take()[0]
+            with suppress(OSError):
+                read_fully(self._io, segment.direct, buffer, first)
+                records.long_keys[place] = bytes(buffer[skip : skip + size])
+
+    def _order_by_age(self, records: Records, places: Pointers) -> None:
+        """Count records as used in the order in which they were written."""
+        order = np.argsort(records.rows["sequence"][places], kind="stable")
+        records.used[places[order]] = np.arange(1, len(places) + 1)
+        records.tick = len(places)
+
+    def _reserve(self, files: SegmentFiles, space: Space) -> None:
+        """Blank segments for the whole capacity; blank ones beyond it go."""
+        most = segments_in(self._most_bytes, files.nbytes)
+        for segment in space.blank[: max(0, len(files.by_number) - most)]:
+            files.remove(segment)
+        files.create_missing(most)
+
+
+def segments_in(capacity_bytes: int, segment_bytes: int) -> int:
+    """Segments that a capacity has room for, beside the directory. ConfigError if there is none."""
+    most = (capacity_bytes - directory_bytes(capacity_bytes)) // segment_bytes
+    if most < 1:
+        raise ConfigError(
+            f"disk={capacity_bytes}: expected room for a segment of {segment_bytes} bytes beside "
+            f"{directory_bytes(capacity_bytes)} of directory"
+        )
+    return most
+
+
+def _failing(segment: Segment, records: Records, part: slice) -> npt.NDArray[np.bool_]:
+    """Which rows of a group do not match their check, or say what cannot be."""
+    rows = records.rows[segment.places][part]
+    written = rows["sequence"] > 0
+    is_bad: npt.NDArray[np.bool_] = ~written & (rows["state"] != FREE)
+    for i in np.flatnonzero(written).tolist():
+        place = segment.first + part.start + i
+        row = rows[i].tobytes()
+        is_bad[i] = row_check(row, segment.binding(place)) != int(rows["check"][i])
+    size = rows["stored_bytes"].astype(np.int64)
+    size += np.where(rows["key_bytes"] > KEY_INLINE, rows["key_bytes"], 0)
+    is_possible = (
+        (size <= segment.header.extent_bytes)
+        & (rows["key_bytes"] >= 1)
+        & (rows["key_bytes"] <= 511)
+        & np.isin(rows["state"], (LIVE, DEAD))
+    )
+    return is_bad | (written & ~is_possible)
+
+
+def directory_bytes(capacity_bytes: int) -> int:
+    """Most bytes that a volume of a capacity keeps for its directory."""
+    return max(_LEAST_DIRECTORY_BYTES, capacity_bytes // 512)
+
+
+def _segment_bytes(capacity_bytes: int, asked: int | None) -> int:
+    if asked is not None:
+        if asked % PAGE or asked < 4 * PAGE:
+            raise ConfigError(
+                f"segment={asked}: expected a multiple of {PAGE} bytes, at least {4 * PAGE}"
+            )
+        return asked
+    least, most = _SEGMENT_BYTES
+    return min(max(capacity_bytes // 64 // PAGE * PAGE, least), most)
+
+
+def _namespace(io: FileIO, parent: str | os.PathLike[str], folder: str, *, read_only: bool) -> str:
+    """The absolute path of a namespace's directory, made (0700) if it may be."""
+    root = Path(parent).absolute()
+    try:
+        if not read_only and not os.path.lexists(root):
+            io.make_directory(str(root))
+        directory = root / folder
+        if not read_only and not os.path.lexists(directory):
+            io.make_directory(str(directory))
+            io.sync_directory(str(root))
+        if directory.is_symlink() or not directory.is_dir():
+            raise ConfigError(
+                f"{str(directory)!r}: expected a directory of a store, found "
+                f"{'nothing' if not os.path.lexists(directory) else 'something else'}"
+            )
+        io.list(str(directory))
+    except OSError as error:
+        raise ConfigError(
+            f"path={str(parent)!r} cannot hold a store ({error.strerror}): choose a directory that "
+            "can be written, whose parent exists"
+        ) from error
+    return str(directory)
+
+
+def _read_facts(io: FileIO, path: str) -> Facts | None:
+    try:
+        fd = io.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        size = io.size(fd)
+        if size > _IDENTITY_BYTES_MOST:
+            return None
+        text = bytearray(size)
+        read_fully(io, fd, text, 0)
+    except TierOfflineError:
+        return None
+    finally:
+        io.close(fd)
+    return Facts.decode(bytes(text), repr(path))
+
+
+def write_facts(io: FileIO, directory: str, facts: Facts) -> None:
+    """Replace the file ``IDENTITY``, durably; OSError, and no change."""
+    path = os.path.join(directory, IDENTITY)
+    fd = io.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_fully(io, fd, [facts.encode()], 0)
+        io.sync(fd)
+    finally:
+        io.close(fd)
+    io.reached("facts.before_rename")
+    io.rename(path + ".new", path)
+    io.sync_directory(directory)

@@ -1,0 +1,166 @@
+"""What is known of every record while a store is open: its row, its place, who is using it.
+
+A *place* is the number of a row here. Segments get runs of places, one for each extent.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import keys as kernels
+from tierstore.volume.format import FREE, LIVE, ROW, ROW_BYTES
+
+if TYPE_CHECKING:
+    from tierstore.interfaces import Bytes, Ids, Pointers
+    from tierstore.volume.format import KeyFields
+
+RECORD_BYTES = ROW_BYTES + 4 + 4 + 4 + 2
+"""Bytes that each place takes in the columns here; the index takes 4 to 12 more."""
+
+_SMALLEST_INDEX = 64
+
+
+class Records:
+    """Rows of all places, and an index from keys to those that are live.
+
+    Invariants: a place is in the index exactly when its row is live, and no two of those have one
+    key. Not thread-safe: the store's lock guards it.
+
+    Attributes
+    ----------
+    rows: as in the files. segment: int32, number of the segment that owns the place, -1 none.
+    cached: int32, page in the memory tier where a copy of the value begins, -1 none.
+    used: uint32, tick of the latest use. pins: uint16, readers and leases.
+    long_keys: the whole key of places whose key does not fit into a row.
+    """
+
+    def __init__(self) -> None:
+        self.long_keys: dict[int, bytes] = {}
+        self.tick = 0
+        self.live = 0
+        self._seed = np.uint64(secrets.randbits(64))
+        self._index: Ids = np.full(_SMALLEST_INDEX, -1, np.int32)
+        self._runs: dict[int, list[int]] = {}
+        self._size = 0
+        self._allocate(0)
+
+    def _allocate(self, places: int) -> None:
+        old = self.__dict__.copy() if self._size else None
+        self.rows: npt.NDArray[np.void] = np.zeros(places, ROW)
+        self.segment: Ids = np.full(places, -1, np.int32)
+        self.cached: Ids = np.full(places, -1, np.int32)
+        self.used: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
+        self.pins: npt.NDArray[np.uint16] = np.zeros(places, np.uint16)
+        if old is not None:
+            for name in ("rows", "segment", "cached", "used", "pins"):
+                getattr(self, name)[: self._size] = old[name][: self._size]
+        self._words: npt.NDArray[np.uint64] = self.rows.view(np.uint64).reshape(-1, kernels.WORDS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables; long keys count their own length and 100 bytes each."""
+        columns = (self.rows, self.segment, self.cached, self.used, self.pins, self._index)
+        long_keys = sum(len(key) + 100 for key in self.long_keys.values())
+        return sum(column.nbytes for column in columns) + long_keys
+
+    # Places
+
+    def open_run(self, segment: int, count: int) -> int:
+        """The first of `count` places for a segment, with empty rows."""
+        free = self._runs.get(count)
+        first = free.pop() if free else self._grow(count)
+        run = slice(first, first + count)
+        self.rows[run] = np.zeros(1, ROW)
+        self.segment[run], self.cached[run], self.used[run], self.pins[run] = segment, -1, 0, 0
+        return first
+
+    def close_run(self, first: int, count: int) -> None:
+        """Give places back; none of them may be live or pinned."""
+        self.segment[first : first + count] = -1
+        self._runs.setdefault(count, []).append(first)
+
+    def _grow(self, count: int) -> int:
+        first, need = self._size, self._size + count
+        if need > len(self.rows):
+            self._allocate(max(need, len(self.rows) + len(self.rows) // 8))
+        self._size = need
+        return first
+
+    # Keys
+
+    def find(self, keys: KeyFields) -> Pointers:
+        """The live place of each key, int64 [n]; -1 where there is none."""
+        places: Pointers = np.empty(len(keys), np.int64)
+        kernels.find(keys.fields, keys.lengths, self._index, self._words, self._seed, places)
+        for position, key in keys.tails.items():
+            if places[position] >= 0 and self.long_keys.get(int(places[position])) != key:
+                places[position] = -1
+        return places
+
+    def enter(self, places: Pointers) -> None:
+        """Make live places findable; no live place may have one of their keys."""
+        self._reserve(len(places))
+        kernels.insert(places, self._index, self._words, self._seed)
+        self.live += len(places)
+
+    def withdraw(self, places: Pointers) -> None:
+        """Take live places out of the index."""
+        self.live -= int(kernels.remove(places, self._index, self._words, self._seed))
+
+    def enter_newest(self, places: Pointers) -> Pointers:
+        """Like `enter`, where several places may have one key; returns those that are older."""
+        self._reserve(len(places))
+        older: Pointers = np.empty(len(places), np.int64)
+        lost = kernels.newest(places, self._index, self._words, self._seed, older)
+        self.live += len(places) - lost
+        return older[:lost].copy()
+
+    def _reserve(self, count: int) -> None:
+        need = (self.live + count) * 3 // 2
+        if need <= len(self._index):
+            return
+        self._index = np.full(1 << need.bit_length(), -1, np.int32)
+        kernels.insert(self.live_places(), self._index, self._words, self._seed)
+
+    def clear(self) -> None:
+        """Empty the index."""
+        self._index = np.full(_SMALLEST_INDEX, -1, np.int32)
+        self.live = 0
+
+    def live_places(self) -> Pointers:
+        """Places that are in the index, in order of place."""
+        places: Pointers = np.sort(self._index[self._index >= 0]).astype(np.int64)
+        return places
+
+    def key(self, place: int) -> bytes:
+        """The key of a place."""
+        long = self.long_keys.get(place)
+        if long is not None:
+            return long
+        row = self.rows[place]
+        return bytes(row["key"])[: int(row["key_bytes"])].ljust(int(row["key_bytes"]), b"\0")
+
+    def key_bytes(self, places: Pointers) -> Bytes:
+        """The first 48 bytes of keys, uint8 [n, 48], zero-padded."""
+        words = np.ascontiguousarray(self._words[places, kernels.FIELD : kernels.FIELD + 6])
+        return words.view(np.uint8)
+
+    def touch(self, places: Pointers) -> None:
+        """Note that records were used."""
+        self.tick += 1
+        self.used[places] = self.tick
+
+    def validate(self) -> None:
+        """Assert the invariants; for tests."""
+        indexed = self.live_places()
+        assert len(indexed) == self.live == len(np.unique(indexed))
+        owned = np.flatnonzero(self.segment[: self._size] >= 0)
+        live = owned[self.rows["state"][owned] == LIVE]
+        assert np.array_equal(np.sort(live), indexed), "index and live rows differ"
+        assert (self.rows["state"][owned][self.rows["sequence"][owned] == 0] == FREE).all()
+        keys: dict[bytes, Any] = {self.key(int(place)): place for place in indexed}
+        assert len(keys) == self.live, "two live rows have one key"

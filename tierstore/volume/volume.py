@@ -1,0 +1,565 @@
+"""Records under keys in the preallocated segment files of one directory.
+
+`write` makes records readable in this process, `sync` makes them survive a power loss. What is
+found damaged is dropped and counted; it never comes back as bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
+from tierstore.reads import AlignedBuffers
+from tierstore.volume.files import SegmentFiles
+from tierstore.volume.format import (
+    DEAD,
+    LIVE,
+    PAGE,
+    ROW,
+    ROW_BYTES,
+    KeyFields,
+    extent_size,
+    payload_checksum,
+    row_check,
+)
+from tierstore.volume.health import Health
+from tierstore.volume.manifest import Commit, Groups
+from tierstore.volume.opening import Opening, segments_in, write_facts
+from tierstore.volume.records import Records
+from tierstore.volume.segment import stored_digest
+from tierstore.volume.space import Space
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tierstore.identity import Identity
+    from tierstore.interfaces import Pointers
+    from tierstore.io import FileIO
+    from tierstore.volume.segment import Segment
+
+_KEPT = ("value_bytes", "codec", "valid")
+_STATE_AT = ROW.fields["state"][1] if ROW.fields else 0
+
+
+@dataclass(slots=True)
+class Stored:
+    """Values as they are on disk: the bytes of each, how long each was before, and by which codec.
+
+    valid: uint32, blocks that each holds; 0 where that means nothing.
+    """
+
+    pieces: Sequence[memoryview]
+    value_bytes: Sequence[int]
+    codec: int
+    valid: Sequence[int] | None = None
+
+
+class Volume:
+    """The durable tier of a keyed store. Any thread may call; `lock` guards what is in memory.
+
+    Parameters
+    ----------
+    parent: directory of namespaces; made (0700) if only its last part is missing.
+    capacity_bytes: most bytes on disk, directory included; all are reserved when the volume opens.
+    segment_bytes: size of segment files; by default 1/64 of the capacity, within 1 MiB to 16 GiB.
+    recovery: ``"quiet"`` drops and counts what is damaged, ``"strict"`` raises CorruptBlockError.
+    threads: reads under way at once.
+    """
+
+    def __init__(
+        self,
+        parent: str | os.PathLike[str],
+        identity: Identity,
+        *,
+        capacity_bytes: int,
+        segment_bytes: int | None,
+        recovery: str,
+        read_only: bool,
+        io: FileIO,
+        threads: int = 16,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.identity = identity
+        self.is_read_only = read_only
+        self.is_closed = False
+        self.records = Records()
+        self.health = Health()
+        self.dropped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.on_free: Callable[[Pointers], None] | None = None
+        """Told which places hold nothing any more, before they are used again."""
+        self._io = io
+        self._space = Space(self.records)
+        self._syncing = threading.Lock()
+        self._syncs_begun = self._syncs_done = 0
+        opening = Opening(
+            parent, identity, capacity_bytes, segment_bytes, io, read_only=read_only,
+            is_strict=recovery == "strict", dropped=self.dropped,
+        )  # fmt: skip
+        self.directory = opening.directory
+        self.files = SegmentFiles(
+            io, opening.folder, identity.digest, opening.facts.segment_bytes, self.records,
+            self._space, self.health, threads=threads,
+        )  # fmt: skip
+        try:
+            opening.fill(self.files, self.records, self._space)
+            self.facts = opening.facts
+            self._lock_file, self._manifest = opening.lock, opening.manifest
+            self._sequence, self._is_clean = opening.sequence, opening.is_clean
+            self.kill(opening.older, "superseded")
+        except BaseException:
+            self.files.close(1.0)
+            opening.abandon()
+            raise
+
+    # Facts
+
+    @property
+    def largest(self) -> int:
+        """Most bytes that a value may take on disk."""
+        return (self.files.nbytes - 2 * PAGE) // PAGE * PAGE
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk: segment files and the directory."""
+        return len(self.files.by_number) * self.files.nbytes + self._manifest.nbytes
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads pass the page cache by."""
+        return any(segment.is_direct for segment in self.files.by_number.values())
+
+    @contextmanager
+    def locked(self, deadline: float | None = None) -> Iterator[None]:
+        """The lock; TierOfflineError if somebody else still has it after `deadline` seconds."""
+        if not self.lock.acquire(timeout=-1 if deadline is None else max(deadline, 0)):
+            raise TierOfflineError(
+                f"{self.directory!r} did not answer within {deadline} seconds: the disk hangs, or "
+                "the deadline is too short"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def check_writable(self) -> None:
+        """ConfigError if closed or open for reading only, TierOfflineError if offline."""
+        if self.is_read_only:
+            raise ConfigError("the store is open for reading only: open it with read_only=False")
+        if self.health.is_offline:
+            raise TierOfflineError(
+                f"{self.directory!r} failed too often and is offline: see stats().errors, then "
+                "close the store and open it again"
+            )
+        self._begin_changes()
+
+    def _begin_changes(self) -> None:
+        """Let the directory say, durably, that tables may differ from what it knows."""
+        if self._is_clean:
+            commit = Commit(self.facts.epoch, self._sequence, is_clean=False)
+            self.health.call(self._manifest.commit, commit, {})
+            self._is_clean = False
+
+    # Writing
+
+    def write(
+        self, keys: KeyFields, stored: Stored, deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Store values under distinct keys; which of them are readable now.
+
+        Others are refused, with a reason in `refused`; nothing of them is visible.
+        """
+        pieces = [[piece] for piece in stored.pieces]
+        for i, key in keys.tails.items():
+            pieces[i].append(memoryview(key))
+        sizes = [sum(map(len, own)) for own in pieces]
+        with self.locked(deadline):
+            self.check_writable()
+            epoch = self.facts.epoch
+            places = self._reserve(sizes)
+            first, self._sequence = self._sequence, self._sequence + len(sizes)
+        rows = self._rows(keys, stored, pieces, places, first)
+        failed = self.files.write(places, pieces)
+        self._io.reached("put.after_payload")
+        with self.lock:
+            self._refuse(places, failed)
+            return self._publish(keys, places, rows, epoch)
+
+    def _reserve(self, sizes: list[int]) -> Pointers:
+        """A pinned place for each payload, -1 where it is refused."""
+        places: Pointers = np.full(len(sizes), -1, np.int64)
+        classes = np.array([extent_size(size) for size in sizes], np.int64)
+        for size in np.unique(classes).tolist():
+            wanted = np.flatnonzero(classes == size)
+            if size > self.largest:
+                self.refused["too large"] += len(wanted)
+                continue
+            found = self._take(size, len(wanted))
+            self.records.pins[found] = 1
+            places[wanted[: len(found)]] = found
+            if len(found) < len(wanted):
+                self.refused["no room"] += len(wanted) - len(found)
+        return places
+
+    def _take(self, size: int, count: int) -> Pointers:
+        """Up to `count` free places of one size; others leave for them."""
+        taken = [self._space.free(size).pop(count)]
+        while (missing := count - sum(map(len, taken))) > 0 and self._make_room(size, missing):
+            taken.append(self._space.free(size).pop(missing))
+        return np.concatenate(taken)
+
+    def _make_room(self, size: int, count: int) -> bool:
+        """Free places of a size, or find a file unusable; False if nothing may leave."""
+        self.files.collect()
+        if not self._space.blank and (coldest := self._space.coldest(size)) is not None:
+            self.forget(self.files.live(coldest), "evicted")
+            self.files.blank(coldest)
+        if self._space.blank:
+            self._sequence += 1
+            self.files.begin(size, self.facts.epoch, self._sequence - 1)
+            return True
+        victims = self._space.victims(size, count)
+        self.kill(victims, "evicted")
+        self._io.reached("evict.after_rows")
+        return len(victims) > 0
+
+    def _rows(
+        self, keys: KeyFields, stored: Stored, pieces: list[list[memoryview]], places: Pointers,
+        first: int,
+    ) -> npt.NDArray[np.void]:  # fmt: skip
+        """Rows that describe payloads in their places; refused ones stay empty."""
+        n = len(places)
+        rows = np.zeros(n, ROW)
+        rows["sequence"] = np.arange(first, first + n, dtype=np.uint64)
+        rows["stored_bytes"] = [piece.nbytes for piece in stored.pieces]
+        rows["value_bytes"] = stored.value_bytes
+        rows["key_bytes"] = keys.lengths
+        rows["codec"], rows["state"] = stored.codec, LIVE
+        rows["valid"] = 0 if stored.valid is None else stored.valid
+        rows.view(np.uint64).reshape(n, -1)[:, 5:11] = keys.fields
+        done = [bytes(ROW_BYTES)] * n
+        for i in np.flatnonzero(places >= 0).tolist():
+            place = int(places[i])
+            binding = self.files.of(place).binding(place)
+            row = rows[i].tobytes()
+            checksum = payload_checksum(stored_digest(pieces[i]), row, binding)
+            done[i] = _sealed(row[:8] + checksum + row[24:], binding)
+        return np.frombuffer(b"".join(done), ROW)
+
+    def _refuse(self, places: Pointers, positions: list[int]) -> None:
+        """Give back the places of payloads that could not be written."""
+        if positions:
+            self.refused["io"] += len(positions)
+            self.unpin(places[positions])
+            places[positions] = -1
+
+    def _publish(
+        self, keys: KeyFields, places: Pointers, rows: npt.NDArray[np.void], epoch: int
+    ) -> npt.NDArray[np.bool_]:
+        """Make written payloads findable, in place of older ones under their keys."""
+        written = places >= 0
+        if self.is_closed or self.facts.epoch != epoch:
+            self.dropped["cleared"] += int(written.sum())
+            self.unpin(places[written])
+            return written & (not self.is_closed)
+        current = self.records.find(keys)
+        sequences = self.records.rows["sequence"]
+        is_late = written & (current >= 0)
+        is_late[is_late] = sequences[current[is_late]] > rows["sequence"][is_late]
+        self.unpin(places[is_late])
+        self.dropped["superseded"] += int(is_late.sum())
+        fresh = np.flatnonzero(written & ~is_late)
+        new, old = places[fresh], current[fresh]
+        self.records.rows[new] = rows[fresh]
+        for i in keys.tails.keys() & set(fresh.tolist()):
+            self.records.long_keys[int(places[i])] = keys.tails[i]
+        self._write_rows(new)
+        self.kill(old[(old >= 0) & self._is_live(new)], "overwritten")
+        # A segment that failed meanwhile has dropped what it held.
+        fine = self._is_live(new)
+        self.records.enter(new[fine])
+        self.records.touch(new[fine])
+        self.refused["io"] += int((~fine).sum())
+        self.unpin(new)
+        self._io.reached("put.after_rows")
+        done = is_late.copy()
+        done[fresh[fine]] = True
+        return done
+
+    def _is_live(self, places: Pointers) -> npt.NDArray[np.bool_]:
+        is_live: npt.NDArray[np.bool_] = self.records.rows["state"][places] == LIVE
+        return is_live
+
+    def _write_rows(self, places: Pointers) -> None:
+        if self.is_read_only:
+            return
+        with suppress(OSError):  # the tables would be taken for damaged: a loss, never a lie
+            self._begin_changes()
+
+        def drop(segment: Segment) -> None:
+            self.forget(self.files.live(segment), "io")
+
+        self.files.write_rows(places, drop)
+
+    # Removing
+
+    def kill(self, places: Pointers, reason: str) -> None:
+        """Drop live records, in memory and in their tables; `reason` is counted.
+
+        Pinned places stay as they are until they are unpinned.
+        """
+        if not len(places):
+            return
+        dead = []
+        for place in places.tolist():
+            row = bytearray(self.records.rows[place].tobytes())
+            row[_STATE_AT] = DEAD
+            dead.append(_sealed(bytes(row), self.files.of(place).binding(place)))
+        self._withdraw(places, reason)
+        self.records.rows[places] = np.frombuffer(b"".join(dead), ROW)
+        self._write_rows(places)
+        self._free(places[self.records.pins[places] == 0])
+
+    def forget(self, places: Pointers, reason: str) -> None:
+        """`kill` in memory only, for records whose file is about to be emptied."""
+        self._withdraw(places, reason)
+        self.records.rows["state"][places] = DEAD
+        self._free(places[self.records.pins[places] == 0])
+
+    def _withdraw(self, places: Pointers, reason: str) -> None:
+        self.records.withdraw(places)
+        self.dropped[reason] += len(places)
+        if self.records.long_keys:
+            for place in places.tolist():
+                self.records.long_keys.pop(place, None)
+
+    def pin(self, places: Pointers) -> None:
+        """Keep live records where they are; the lock must be held."""
+        np.add.at(self.records.pins, places, 1)
+
+    def let_go(self, places: Pointers) -> None:
+        """`unpin` for those who do not hold the lock."""
+        with self.lock:
+            self.unpin(places)
+
+    def unpin(self, places: Pointers) -> None:
+        """Let go of pinned places; those that hold nothing become free."""
+        pins = self.records.pins
+        np.subtract.at(pins, places, 1)
+        done = places[(pins[places] == 0) & ~self._is_live(places)]
+        self._free(np.unique(done))
+
+    def _free(self, places: Pointers) -> None:
+        if not len(places):
+            return
+        if self.on_free is not None:
+            self.on_free(places)
+        owned = places[self.records.segment[places] >= 0]
+        for segment, own in self.files.by_segment(owned):
+            if not segment.is_draining:
+                self._space.free(segment.header.extent_bytes).push(own)
+
+    def clear(self) -> None:
+        """Drop everything at once, durably, by beginning a new epoch. OSError, and no change."""
+        with self.lock:
+            self.check_writable()
+            facts = replace(self.facts, epoch=self.facts.epoch + 1)
+            commit = Commit(facts.epoch, self._sequence, is_clean=False)
+            self.health.call(self._manifest.commit, commit, {})
+            self.health.call(write_facts, self._io, self.directory, facts)
+            self._io.reached("clear.after_facts")
+            self.facts = facts
+            self.forget(self.records.live_places(), "cleared")
+            self.files.drain_all()
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Have another capacity: blank files are made or removed, the coldest emptied for that.
+
+        CapacityError if pinned records are in the way or the disk is full, ConfigError if not even
+        one segment fits; as far as it came, the volume is in order.
+        """
+        with self.lock:
+            self.check_writable()
+            most = segments_in(capacity_bytes, self.files.nbytes)
+            while len(self.files.by_number) > most:
+                self._remove_one()
+            self.files.create_missing(most)
+
+    def _remove_one(self) -> None:
+        self.files.collect()
+        if not self._space.blank:
+            coldest = self._space.coldest(0)
+            if coldest is None:
+                raise CapacityError(
+                    f"{self.directory!r}: every segment holds a value that somebody reads: release "
+                    "leases first"
+                )
+            self.forget(self.files.live(coldest), "evicted")
+            self.files.blank(coldest)
+        self.health.call(self.files.remove, self._space.blank[-1])
+
+    # Durability
+
+    def sync(self) -> None:
+        """Return when everything readable now survives a power loss.
+
+        OSError if it may not: then nothing since the last good `sync` is promised. Files that
+        failed have been replaced, so a later call may succeed. Calls that wait share one sync.
+        """
+        self.check_writable()
+        arrival = self._syncs_begun
+        with self._syncing:
+            if self._syncs_done > arrival:
+                return
+            self._syncs_begun += 1
+            begun = self._syncs_begun
+            self._sync(is_clean=False)
+            self._syncs_done = begun
+
+    def _sync(self, *, is_clean: bool) -> None:
+        with self.lock:
+            dirty = [s for s in self.files.by_number.values() if s.is_dirty]
+            groups = self._changed_groups()
+            commit = Commit(self.facts.epoch, self._sequence, is_clean)
+            for segment in dirty:
+                segment.is_dirty = False
+        self._io.reached("sync.before_files")
+        failures: list[tuple[Segment, OSError]] = []
+        for segment in dirty:
+            try:
+                self.health.call(segment.sync)
+            except OSError as error:
+                failures.append((segment, error))
+        if failures:
+            self._replace_failed(failures)
+        self._io.reached("sync.before_commit")
+        self.health.call(self._manifest.commit, commit, groups)
+        self._io.reached("sync.after_commit")
+        with self.lock:
+            self._mark_known(groups)
+
+    def _changed_groups(self) -> Groups:
+        return {
+            (number, group): (segment.header.generation, segment.digest(group, self.records))
+            for number, segment in self.files.by_number.items()
+            for group in segment.dirty_groups
+        }
+
+    def _mark_known(self, groups: Groups) -> None:
+        """Forget that groups changed, unless they changed again since."""
+        for (number, group), (generation, digest) in groups.items():
+            segment = self.files.by_number.get(number)
+            is_same = segment is not None and segment.header.generation == generation
+            if segment is not None and is_same and segment.digest(group, self.records) == digest:
+                segment.dirty_groups.discard(group)
+
+    def _replace_failed(self, failures: list[tuple[Segment, OSError]]) -> None:
+        """Save what can still be read of files that failed to sync, and replace them; then raise.
+
+        After a failed fsync the kernel may have thrown away what it could not write, and a second
+        call would succeed without it.
+        """
+        with self.lock:
+            for segment, _ in failures:
+                if self.files.by_number.get(segment.number) is segment:
+                    self._rescue(segment)
+        number, error = failures[0][0].number, failures[0][1]
+        raise OSError(
+            error.errno,
+            f"{self.directory!r}: segment {number} could not be synced ({error.strerror}); what "
+            "was written since the last sync may be lost; what can be read was moved to other "
+            "files, so call sync() again",
+        ) from error
+
+    def _rescue(self, segment: Segment) -> None:
+        live = self.files.live(segment)
+        self.records.pins[live] += 1
+        saved: list[tuple[bytes, memoryview, npt.NDArray[np.void]]] = []
+        for place in live.tolist():
+            buffer = self._read_one(place)
+            if buffer is not None:
+                row = self.records.rows[place].copy()
+                saved.append((self.records.key(place), buffer[: int(row["stored_bytes"])], row))
+        self.forget(live, "io")
+        self.files.give_up(segment)
+        self.unpin(live)
+        try:
+            self.health.call(self.files.renew, segment)
+        except OSError:
+            self.health.errors["lost segment file"] += 1
+        for key, stored, row in saved:
+            one = Stored(
+                [stored], [int(row["value_bytes"])], int(row["codec"]), [int(row["valid"])]
+            )
+            self.write(KeyFields([key]), one)
+
+    def _read_one(self, place: int) -> memoryview | None:
+        """A pinned record's payload, if it can be read and is right."""
+        size = -(-max(self.files.disk_bytes(place), 1) // PAGE) * PAGE
+        buffer = AlignedBuffers(size, 1).take()[0]
+        outcome = self.files.perform(self.files.reads([place], [buffer]), None)[0]
+        return buffer if outcome is None else None
+
+    def read(
+        self, places: Sequence[int], buffers: Sequence[memoryview], deadline: float | None
+    ) -> list[Exception | None]:
+        """Fill buffers with pinned records' payloads; the outcome of each, None where it is right.
+
+        A record found damaged is dropped. Outcomes: CorruptBlockError, OSError, LateReadError.
+        """
+        with self.locked(deadline):
+            requests = self.files.reads(places, buffers)
+        outcomes = self.files.perform(requests, deadline)
+        bad = [
+            place
+            for place, outcome in zip(places, outcomes, strict=True)
+            if isinstance(outcome, CorruptBlockError)
+        ]
+        self.drop_damaged(np.array(bad, np.int64), "corrupt")
+        return outcomes
+
+    def drop_damaged(self, places: Pointers, reason: str) -> None:
+        """Drop those records of them that are still live."""
+        if len(places):
+            with self.lock:
+                self.kill(places[self._is_live(places)], reason)
+
+    # The end
+
+    def close(self, deadline: float = 30.0) -> None:
+        """Sync, if anything can be, and give up the directory. A second call does nothing."""
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+        try:
+            if not self.is_read_only and not self.health.is_offline and not self._is_clean:
+                self._io.reached("close.before_sync")
+                with self._syncing:
+                    self._sync(is_clean=True)
+        finally:
+            self.files.close(deadline)
+            self._manifest.close()
+            self._lock_file.release()
+
+    def validate(self) -> None:
+        """Assert every invariant; for tests."""
+        with self.lock:
+            self.records.validate()
+            free = self._space.all_free()
+            assert len(np.unique(free)) == len(free), "a place is free twice"
+            assert not self._is_live(free).any(), "a live place is free"
+            assert not self.records.pins[free].any(), "a pinned place is free"
+
+
+def _sealed(row: bytes, binding: bytes) -> bytes:
+    """A row with its check."""
+    return row[:-8] + row_check(row, binding).to_bytes(8, "little")
