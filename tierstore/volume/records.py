@@ -123,8 +123,9 @@ class Records:
         need = (self.live + count) * 3 // 2
         if need <= len(self._index):
             return
+        places = self.live_places()
         self._index = np.full(1 << need.bit_length(), -1, np.int32)
-        kernels.insert(self.live_places(), self._index, self._words, self._seed)
+        kernels.insert(places, self._index, self._words, self._seed)
 
     def clear(self) -> None:
         """Empty the index."""
