@@ -18,7 +18,6 @@ import numpy as np
 
 from tierstore.admission import Admission, AdmitAll
 from tierstore.background import Prefetch, Prefetcher, in_time
-from tierstore.codecs import RawCodec
 from tierstore.errors import CapacityError, ConfigError, PolicyError, TierOfflineError
 from tierstore.hot import HotCache
 from tierstore.identity import Identity
@@ -61,7 +60,7 @@ class KeyedStore:
     identity: whose values they are. Another identity is another namespace, with files of its own.
     disk: most bytes on disk; all of them are reserved when the store opens.
     dram: most bytes of values in memory in front of it; None for none.
-    codec: how values are coded on disk; part of the identity.
+    codec: how values are coded on disk, as they are by default; part of the identity.
     admission: which values may be written.
     remote: a tier behind the disk, which other machines may share.
     verify: ``"reads"`` checks what comes from disk, ``"always"`` also what was just written.
@@ -100,7 +99,7 @@ class KeyedStore:
         disk_bytes = parse_size(disk, "disk")
         dram_bytes = None if dram is None else parse_size(dram, "dram")
         segment_bytes = None if segment is None else parse_size(segment, "segment")
-        self._codec: Codec = RawCodec() if codec is None else codec
+        self._codec = None if codec is None or codec.code == 0 else codec
         self._admission: Admission = AdmitAll() if admission is None else admission
         self._remote = remote
         self._verify = verify
@@ -110,7 +109,7 @@ class KeyedStore:
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self.volume = Volume(
-            path, replace(identity, codec=self._codec.name), capacity_bytes=disk_bytes,
+            path, replace(identity, codec=_name(self._codec)), capacity_bytes=disk_bytes,
             segment_bytes=segment_bytes, recovery=recovery, read_only=read_only,
             io=FileIO() if io is None else io, threads=threads,
         )  # fmt: skip
@@ -209,7 +208,7 @@ class KeyedStore:
 
     def _encoded(self, pieces: Sequence[memoryview]) -> Stored:
         sizes = [piece.nbytes for piece in pieces]
-        if self._codec.code == 0:
+        if self._codec is None:
             return Stored(pieces, sizes, 0)
         blocks = [np.frombuffer(piece, np.uint8)[None] for piece in pieces]
         coded = [self._codec.encode(block).data for block in blocks]
@@ -634,6 +633,10 @@ class KeyedStore:
 
 def _forget(lease: Lease) -> None:
     lease.end()
+
+
+def _name(codec: Codec | None) -> str:
+    return "raw" if codec is None else codec.name
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

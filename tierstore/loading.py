@@ -43,7 +43,7 @@ class Loader:
     values larger than a buffer, one is under way at a time.
     """
 
-    def __init__(self, volume: Volume, codec: Codec) -> None:
+    def __init__(self, volume: Volume, codec: Codec | None) -> None:
         self.hot: HotCache | None = None
         self._volume = volume
         self._codec = codec
@@ -178,8 +178,10 @@ class Loader:
     def _decoded(self, place: int, buffer: memoryview) -> memoryview:
         row = self._volume.records.rows[place]
         stored = buffer[: int(row["stored_bytes"])]
-        if not row["codec"]:
+        if self._codec is None:
             return stored
+        if int(row["codec"]) != self._codec.code:
+            raise CorruptBlockError(f"codec {row['codec']}: expected {self._codec.code}")
         out = np.empty((1, int(row["value_bytes"])), np.uint8)
         self._codec.decode(np.frombuffer(stored, np.uint8), out)
         return memoryview(out[0])

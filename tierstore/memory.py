@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CapacityError
-from tierstore.kernels.element import is_host
 from tierstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Memory:
     @property
     def is_host(self) -> bool:
         """Whether arrays are NumPy arrays."""
-        return is_host(self.slots)
+        return isinstance(self.slots, np.ndarray)
 
     @property
     def slots(self) -> Bytes:
