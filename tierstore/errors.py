@@ -3,6 +3,8 @@
 A message names the subject, what was found, what was expected, and the way out.
 """
 
+import errno
+
 
 class TierstoreError(Exception):
     """Base of all errors raised by tierstore."""
@@ -36,8 +38,16 @@ class TierOfflineError(TierstoreError, OSError):
     """A tier failed and cannot serve."""
 
 
+class TierFullError(CapacityError, OSError):
+    """What a tier is on has no room left for a write that fits into the tier's own limit."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOSPC
+
+
 class CorruptBlockError(TierstoreError, OSError):
-    """Stored bytes do not match their checksum."""
+    """Stored bytes are damaged: they do not match their checksum, or no codec made them."""
 
 
 class MissingExtraError(TierstoreError, ImportError):

@@ -128,8 +128,11 @@ class BlockLayout:
         blocks: dict[str, torch.Tensor] = {}
         for part in (p for p in self.parts if p.is_stored):
             start = self.offset(part.name)
-            flat = stored[:, start : start + part.nbytes].contiguous().view(part.dtype)
-            blocks[part.name] = flat.reshape(stored.shape[0], *part.shape)
+            # A copy begins where any element may; a slice begins at whatever byte it does.
+            flat = stored[:, start : start + part.nbytes].clone(
+                memory_format=torch.contiguous_format
+            )
+            blocks[part.name] = flat.reshape(-1).view(part.dtype).reshape(len(stored), *part.shape)
         for part in self.parts:
             if part.rebuild is not None:
                 blocks[part.name] = part.rebuild(blocks)

@@ -142,3 +142,14 @@ def test_blocks_of_more_tokens_than_a_valid_count_can_say_are_refused() -> None:
     assert BlockLayout.kv(255, 2, torch.float32).tokens == 255
     with pytest.raises(ConfigError, match="256 tokens: expected at most 255"):
         BlockLayout.kv(256, 2, torch.float32)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_parts_at_odd_offsets_are_unpacked(n: int) -> None:
+    """A float after three bytes stands at no multiple of its size; one row needs no copy to be
+    contiguous."""
+    odd = BlockLayout((Part("a", (3, 1), torch.int8), Part("k", (3, 5), torch.float32)))
+    stored = torch.arange(n * odd.block_bytes, dtype=torch.uint8).reshape(n, odd.block_bytes)
+    blocks = odd.unpack(stored)
+    assert blocks["k"].shape == (n, 3, 5)
+    assert torch.equal(odd.pack(blocks), stored)

@@ -10,6 +10,7 @@ class RawCodec(Codec):
     """Stores the bytes unchanged."""
 
     name = "raw"
+    code = 0
     is_lossless = True
 
     def encode(self, blocks: Bytes) -> Bytes:

@@ -115,6 +115,13 @@ class SegmentFiles:
         segment.forget()
         self._space.blank.append(segment)
 
+    def blank_empty(self) -> None:
+        """Make every segment blank that holds nothing."""
+        for segments in list(self._space.used.values()):
+            for segment in segments.copy():
+                if not len(self.live(segment)) and not self._records.pins[segment.places].any():
+                    self.blank(segment)
+
     def drain_all(self) -> None:
         """Have every segment blank, as soon as nobody has a pin in it; nothing may be live."""
         for segments in list(self._space.used.values()):

@@ -45,7 +45,7 @@ IDENTITY = "IDENTITY"
 SEGMENTS = "segments"
 _SEGMENT = re.compile(r"(\d{8})" + re.escape(SUFFIX))
 _IDENTITY_BYTES_MOST = 1 << 16
-_LEAST_DIRECTORY_BYTES = 1 << 20
+_LEAST_DIRECTORY_BYTES = 1 << 16
 _SEGMENT_BYTES = (1 << 20, 1 << 34)
 
 

@@ -71,6 +71,7 @@ class Volume:
     capacity_bytes: most bytes on disk, directory included; all are reserved when the volume opens.
     segment_bytes: size of segment files; by default 1/64 of the capacity, within 1 MiB to 16 GiB.
     recovery: ``"quiet"`` drops and counts what is damaged, ``"strict"`` raises CorruptBlockError.
+    evicts: whether records may leave to make room for others, or new ones are refused.
     threads: reads under way at once.
     """
 
@@ -85,7 +86,9 @@ class Volume:
         read_only: bool,
         io: FileIO,
         threads: int = 16,
+        evicts: bool = True,
     ) -> None:
+        self._evicts = evicts
         self.lock = threading.RLock()
         self.identity = identity
         self.is_read_only = read_only
@@ -219,13 +222,14 @@ class Volume:
     def _make_room(self, size: int, count: int) -> bool:
         """Free places of a size, or find a file unusable; False if nothing may leave."""
         self.files.collect()
-        if not self._space.blank and (coldest := self._space.coldest(size)) is not None:
-            self.forget(self.files.live(coldest), "evicted")
-            self.files.blank(coldest)
+        if not self._space.blank and self._evicts:
+            self._empty_coldest(size)
         if self._space.blank:
             self._sequence += 1
             self.files.begin(size, self.facts.epoch, self._sequence - 1)
             return True
+        if not self._evicts:
+            return False
         victims = self._space.victims(size, count)
         self.kill(victims, "evicted")
         self._io.reached("evict.after_rows")
@@ -388,23 +392,25 @@ class Volume:
         """
         with self.lock:
             self.check_writable()
+            self.files.blank_empty()
             most = segments_in(capacity_bytes, self.files.nbytes)
             while len(self.files.by_number) > most:
-                self._remove_one()
+                self.files.collect()
+                if not self._space.blank and not (self._evicts and self._empty_coldest(0)):
+                    raise CapacityError(
+                        f"{self.directory!r}: every segment holds a value that must stay: release "
+                        "leases first"
+                    )
+                self.health.call(self.files.remove, self._space.blank[-1])
             self.files.create_missing(most)
 
-    def _remove_one(self) -> None:
-        self.files.collect()
-        if not self._space.blank:
-            coldest = self._space.coldest(0)
-            if coldest is None:
-                raise CapacityError(
-                    f"{self.directory!r}: every segment holds a value that somebody reads: release "
-                    "leases first"
-                )
+    def _empty_coldest(self, size: int) -> bool:
+        """Evict all of the segment that is used least, unless it is one of extents of that size."""
+        coldest = self._space.coldest(size)
+        if coldest is not None:
             self.forget(self.files.live(coldest), "evicted")
             self.files.blank(coldest)
-        self.health.call(self.files.remove, self._space.blank[-1])
+        return coldest is not None
 
     # Durability
 
@@ -549,6 +555,14 @@ class Volume:
             self.files.close(deadline)
             self._manifest.close()
             self._lock_file.release()
+
+    def abandon(self) -> None:
+        """Give up the directory without a sync, for files that are about to be removed."""
+        with self.lock:
+            self.is_closed = True
+        self.files.close(1.0)
+        self._manifest.close()
+        self._lock_file.release()
 
     def validate(self) -> None:
         """Assert every invariant; for tests."""

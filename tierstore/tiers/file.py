@@ -1,0 +1,329 @@
+"""A tier in segment files: checksummed extents of many blocks, coded, read past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import CapacityError, ConfigError, TierOfflineError
+from tierstore.identity import Identity
+from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
+from tierstore.io import FileIO
+from tierstore.reads import AlignedBuffers
+from tierstore.sizes import format_size, parse_size
+from tierstore.tiers.memory import copy
+from tierstore.volume import Stored, Volume
+from tierstore.volume.format import PAGE, KeyFields, extent_size, extents_in
+from tierstore.volume.opening import directory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from tierstore.interfaces import Codec
+    from tierstore.layout import BlockLayout
+
+_AT_ONCE = 64
+_OPEN_EXTENTS = 64
+_SEGMENT_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _OpenExtent:
+    """Blocks of an extent that is not on disk as it should be."""
+
+    blocks: Bytes
+    is_written: list[bool] = field(default_factory=list)
+
+
+class FileTier(Tier):
+    """Blocks on disk, `extent_bytes` of them together.
+
+    An extent goes to disk once all of its blocks are written, at `sync`, or when more than 64 are
+    incomplete. What comes back is checked; a damaged extent is a CorruptBlockError. After `sync`,
+    blocks survive a power loss, and a tier made with the same arguments has them again once it is
+    resized.
+
+    Parameters
+    ----------
+    path: a directory for its files, made (0700) if its parent exists.
+    limit: most bytes on disk; None for what the file system has.
+    codec: how extents are coded; lossy ones return blocks within their error bound.
+    extent_bytes: a multiple of 4 KiB; the unit of reads, so more is better where blocks that
+        are wanted together were written together.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        path: str | Path,
+        limit: int | str | None = None,
+        *,
+        codec: Codec | None = None,
+        extent_bytes: int = 1 << 16,
+        name: str = "disk",
+        io: FileIO | None = None,
+    ) -> None:
+        if extent_bytes <= 0 or extent_bytes % PAGE:
+            raise ConfigError(f"extent_bytes={extent_bytes}: expected a multiple of {PAGE}")
+        self.name = name
+        self.layout = layout
+        self.path = Path(path).absolute()
+        self._io = FileIO() if io is None else io
+        self._limit_bytes = None if limit is None else parse_size(limit, name)
+        self._codec = None if codec is None or codec.code == 0 else codec
+        self._each = max(1, extent_bytes // layout.block_bytes)
+        raw = self._each * layout.block_bytes
+        self._extent_bytes = extent_size(raw if self._codec is None else self._codec.bound(raw))
+        self._segment_bytes = self._fitting_segment()
+        self._slots = 0
+        self._open: OrderedDict[int, _OpenExtent] = OrderedDict()
+        self._staging = AlignedBuffers(self._extent_bytes, _AT_ONCE)
+        self._volume: Volume | None = None
+
+    def _fitting_segment(self) -> int:
+        """Bytes of a segment file: 1/64 of the limit, and room for a few extents."""
+        share = _SEGMENT_BYTES if self._limit_bytes is None else self._limit_bytes // 64
+        extents = max(4, share // self._extent_bytes)
+        while extents_in(size := 2 * PAGE + extents * self._extent_bytes, self._extent_bytes) < 4:
+            extents += 1
+        return min(size, 1 << 34)
+
+    @property
+    def medium(self) -> str:
+        how = "direct" if self._volume is not None and self._volume.is_direct else "buffered"
+        return f"files ({how} reads, {'raw' if self._codec is None else self._codec.name})"
+
+    @property
+    def capacity(self) -> int:
+        return self._slots
+
+    @property
+    def limit(self) -> int:
+        if self._limit_bytes is None:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            room = self.used_bytes + self._io.free_bytes(str(self.path.parent))
+        else:
+            room = self._limit_bytes
+        segments = (room - directory_bytes(room)) // self._segment_bytes
+        return max(0, segments * self._per_segment * self._each)
+
+    @property
+    def _per_segment(self) -> int:
+        return extents_in(self._segment_bytes, self._extent_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return 0 if self._volume is None else self._volume.disk_bytes
+
+    def resize(self, slots: int) -> None:
+        if slots > self._slots and slots > self.limit:
+            raise CapacityError(
+                f"{self.name}: {slots} blocks of {self.layout.block_bytes} bytes, at most "
+                f"{self.limit} fit: raise the limit or free disk space"
+            )
+        extents = -(-slots // self._each)
+        if extents == 0:
+            self._remove()
+            return
+        segments = -(-extents // self._per_segment)
+        needed = segments * self._segment_bytes
+        while needed - directory_bytes(needed) < segments * self._segment_bytes:
+            needed += directory_bytes(needed)
+        if self._volume is None:
+            self._volume = self._opened(needed)
+        self._drop_from(slots)
+        self._volume.resize(needed)
+        self._slots = slots
+
+    def _opened(self, capacity_bytes: int) -> Volume:
+        parts = ";".join(f"{p.name}:{p.dtype}:{p.shape}" for p in self.layout.parts)
+        codec = "raw" if self._codec is None else self._codec.name
+        identity = Identity(layout=parts[:255], block=(self._each, self.layout.block_bytes),
+                            codec=codec)  # fmt: skip
+        return Volume(
+            self.path, identity, capacity_bytes=capacity_bytes, segment_bytes=self._segment_bytes,
+            recovery="quiet", read_only=False, io=self._io, evicts=False,
+        )  # fmt: skip
+
+    def _drop_from(self, slots: int) -> None:
+        """Forget extents that no slot below `slots` is in."""
+        extents = -(-slots // self._each)
+        for extent in [extent for extent in self._open if extent >= extents]:
+            del self._open[extent]
+        stored = self._stored_extents()
+        self._kill([extent for extent in stored if extent >= extents])
+
+    def _stored_extents(self) -> list[int]:
+        assert self._volume is not None
+        records = self._volume.records
+        return [int.from_bytes(records.key(int(p)), "little") for p in records.live_places()]
+
+    def _kill(self, extents: list[int]) -> None:
+        assert self._volume is not None
+        with self._volume.lock:
+            places = self._volume.records.find(_keys(extents))
+            self._volume.kill(places[places >= 0], "dropped")
+
+    def _remove(self) -> None:
+        """Have no slots, and no files."""
+        self._slots = 0
+        self._open.clear()
+        if self._volume is not None:
+            volume, self._volume = self._volume, None
+            volume.abandon()
+            shutil.rmtree(volume.directory, ignore_errors=True)
+
+    # Writing
+
+    def write(
+        self, slots: Ids, blocks: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        spans = self.layout.spans(parts)
+        complete: dict[int, Bytes] = {}
+        for extent, chosen in self._by_extent(slots):
+            inside = (slots[chosen] - extent * self._each).astype(np.int32)
+            if parts is None and len(chosen) == self._each:
+                whole: Bytes = np.empty((self._each, self.layout.block_bytes), np.uint8)
+                copy(blocks, rows[chosen], whole, inside, 0, self.layout.block_bytes)
+                self._open.pop(extent, None)
+                complete[extent] = whole
+                continue
+            opened = self._opened_extent(extent)
+            for start, stop in spans:
+                copy(blocks, rows[chosen], opened.blocks, inside, start, stop)
+            for place in inside.tolist():
+                opened.is_written[place] = True
+            if all(opened.is_written):
+                complete[extent] = self._open.pop(extent).blocks
+        while len(self._open) > _OPEN_EXTENTS:
+            extent, opened = self._open.popitem(last=False)
+            complete[extent] = opened.blocks
+        self._store(complete)
+        return DONE
+
+    def _by_extent(self, slots: Ids) -> Iterator[tuple[int, Ids]]:
+        """Extent numbers, and the positions in `slots` of those in them."""
+        extents = slots // self._each
+        order = np.argsort(extents, kind="stable").astype(np.int32)
+        breaks = np.flatnonzero(np.diff(extents[order])) + 1
+        for chosen in np.split(order, breaks):
+            if len(chosen):
+                yield int(extents[chosen[0]]), chosen
+
+    def _opened_extent(self, extent: int) -> _OpenExtent:
+        """An extent to change: the one that is open, or what is on disk of it."""
+        opened = self._open.get(extent)
+        if opened is None:
+            blocks = np.zeros((self._each, self.layout.block_bytes), np.uint8)
+            was_stored = False
+            for _, found in self._loaded([extent]):
+                blocks[:], was_stored = found, True
+            opened = self._open[extent] = _OpenExtent(blocks, [was_stored] * self._each)
+        return opened
+
+    def _store(self, extents: dict[int, Bytes]) -> None:
+        if not extents:
+            return
+        assert self._volume is not None
+        if self._codec is None:
+            pieces = [blocks.reshape(-1).data for blocks in extents.values()]
+        else:
+            pieces = [self._codec.encode(blocks).data for blocks in extents.values()]
+        raw = self._each * self.layout.block_bytes
+        code = 0 if self._codec is None else self._codec.code
+        n = len(pieces)
+        stored = Stored(pieces, [raw] * n, code, [self._each] * n)
+        done = self._volume.write(_keys(list(extents)), stored)
+        if not done.all():
+            raise TierOfflineError(
+                errno.ENOSPC,
+                f"{self.name}: {n - int(done.sum())} of {n} extents of "
+                f"{format_size(self._extent_bytes)} were not written: "
+                f"{dict(self._volume.refused)}",
+            )
+
+    # Reading
+
+    def read(
+        self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
+    ) -> Completion:
+        spans = self.layout.spans(parts)
+        where = dict(self._by_extent(slots))
+
+        def take(extent: int, blocks: Bytes) -> None:
+            chosen = where[extent]
+            inside = (slots[chosen] - extent * self._each).astype(np.int32)
+            for start, stop in spans:
+                copy(blocks, inside, out, rows[chosen], start, stop)
+
+        stored = []
+        for extent in where:
+            opened = self._open.get(extent)
+            if opened is None:
+                stored.append(extent)
+            else:
+                take(extent, opened.blocks)
+        for extent, blocks in self._loaded(stored):
+            take(extent, blocks)
+        return DONE
+
+    def _loaded(self, extents: list[int]) -> Iterator[tuple[int, Bytes]]:
+        """Blocks of those extents that are on disk, each valid until the next."""
+        if not extents or self._volume is None:
+            return
+        volume = self._volume
+        with volume.lock:
+            places = volume.records.find(_keys(extents))
+            found = np.flatnonzero(places >= 0)
+            volume.pin(places[found])
+        try:
+            waiting = found.tolist()
+            while waiting:
+                buffers = self._staging.take(min(len(waiting), _AT_ONCE))
+                outcomes: Sequence[Exception | None] = ()
+                try:
+                    now, waiting = waiting[: len(buffers)], waiting[len(buffers) :]
+                    outcomes = volume.read([int(places[i]) for i in now], buffers, None)
+                    for i, buffer, outcome in zip(now, buffers, outcomes, strict=True):
+                        if outcome is not None:
+                            raise outcome
+                        yield extents[i], self._decoded(int(places[i]), buffer)
+                finally:
+                    self._staging.give(buffers, outcomes)
+        finally:
+            volume.let_go(places[found])
+
+    def _decoded(self, place: int, buffer: memoryview) -> Bytes:
+        assert self._volume is not None
+        size = int(self._volume.records.rows["stored_bytes"][place])
+        stored = np.frombuffer(buffer[:size], np.uint8)
+        shape = (self._each, self.layout.block_bytes)
+        if self._codec is None:
+            return stored.reshape(shape)
+        out: Bytes = np.empty(shape, np.uint8)
+        self._codec.decode(stored, out)
+        return out
+
+    def sync(self) -> None:
+        if self._volume is not None:
+            extents, self._open = dict(self._open), OrderedDict()
+            self._store({extent: opened.blocks for extent, opened in extents.items()})
+            self._volume.sync()
+
+    def close(self) -> None:
+        if self._volume is not None:
+            volume, self._volume = self._volume, None
+            self._slots = 0
+            self._open.clear()
+            volume.close()
+
+
+def _keys(extents: list[int]) -> KeyFields:
+    numbers = np.array(extents, "<u8").reshape(-1, 1)
+    return KeyFields(numbers.view(np.uint8).reshape(-1, 8))
