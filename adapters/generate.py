@@ -35,6 +35,7 @@ class TierOptions:
     fast: str | int | None = None
     dram: str | int | None = None
     disk: str | Path | None = None
+    disk_codec: str | None = None
     keep: bool = False
     window: float | None = None
 
@@ -49,6 +50,7 @@ class TierOptions:
             fast=self.fast,
             dram=self.dram,
             disk=self.disk,
+            disk_codec=self.disk_codec,
             keep=self.keep,
             window=self.window,
         )

@@ -42,8 +42,12 @@ BENCHMARKS = {
         "how far sparse attention is from full attention, and whether it finds planted facts",
         frozenset({"tokens"}),
     ),
+    "store": Benchmark(
+        "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
+        frozenset({"repeat", "disk", "parts", "records"}),
+    ),
 }
-_OPTIONS = ("repeat", "tokens", "layers", "disk")
+_OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records")
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -59,14 +63,18 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write everything that was measured to a file"
     )
-    parser.add_argument("--repeat", type=int, metavar="N", help="paired rounds (decode, attention)")
+    parser.add_argument("--repeat", type=int, metavar="N", help="paired rounds")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of context")
     parser.add_argument("--layers", type=int, metavar="N", help="layers of the model (attention)")
     parser.add_argument(
         "--disk",
         metavar="DIR",
-        help="where the disk tier lies (decode); default: the directory for temporary files",
+        help="where files lie (decode, store); default: the directory for temporary files",
     )
+    parser.add_argument(
+        "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
+    )
+    parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import errno
+import logging
 import queue
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, TypeVar
 
 from tierstore.errors import CapacityError, TierOfflineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
+
 _MOST_WAITING = 64
 
 
-def in_time(call: Callable[[], None], deadline: float | None, what: str) -> None:
-    """Call that, for at most `deadline` seconds; then TierOfflineError, and it goes on alone."""
+def in_time(call: Callable[[], _Result], deadline: float | None, what: str) -> _Result:
+    """What that returns, in `deadline` seconds; else TierOfflineError, and it goes on alone."""
     if deadline is None:
-        call()
-        return
+        return call()
+    returned: list[_Result] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            call()
+            returned.append(call())
         except BaseException as error:
             raised.append(error)
 
@@ -39,6 +45,7 @@ def in_time(call: Callable[[], None], deadline: float | None, what: str) -> None
         )
     if raised:
         raise raised[0]
+    return returned[0]
 
 
 class Prefetch:
@@ -72,6 +79,8 @@ class Prefetcher:
         )
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
 
     def add(self, call: Callable[[], None]) -> Prefetch:
         """Have that done. CapacityError if too many wait already."""
@@ -85,18 +94,10 @@ class Prefetcher:
         with self._starting:
             if self._worker is None:
                 self._worker = threading.Thread(
-                    target=self._work, name="tierstore-prefetch", daemon=True
+                    target=_work, args=(self._queue,), name="tierstore-prefetch", daemon=True
                 )
                 self._worker.start()
         return prefetch
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            call, prefetch = job
-            try:
-                call()
-            finally:
-                prefetch.finish()
 
     def close(self) -> None:
         """Do nothing more; those who wait go on."""
@@ -107,4 +108,16 @@ class Prefetcher:
                 break
             if job is not None:
                 job[1].finish()
-        self._queue.put(None)
+        self._end()
+
+
+def _work(waiting: queue.Queue[tuple[Callable[[], None], Prefetch] | None]) -> None:
+    while (job := waiting.get()) is not None:
+        call, prefetch = job
+        try:
+            call()
+        except Exception as error:
+            _log.warning("a prefetch failed: %r", error)
+        finally:
+            prefetch.finish()
+        del job, call  # an idle worker must not keep the store alive

@@ -96,7 +96,7 @@ class Chain:
         proofs = _proofs(whole, block_tokens, self.extra)
         self.trailers = np.hstack([whole, proofs[:-1]])
         self.tail_ids = self.ids[end:]
-        self.tail_trailer = self.tail_ids.tobytes() + proofs[-1].tobytes()
+        self.tail_trailer: bytes = self.tail_ids.tobytes() + proofs[-1].tobytes()
 
     def __len__(self) -> int:
         return len(self.digests)

@@ -107,14 +107,25 @@ class Facts:
         body, _, check = text.partition(b"\n")
         if xxhash.xxh3_128_hexdigest(body).encode() != check.strip():
             return None
-        known = json.loads(body)
-        if known["format"] != "tierstore" or known["version"] != FORMAT_VERSION:
-            raise StoreMismatchError(
-                f"{where} has format {known['format']} version {known['version']}, expected "
-                f"tierstore version {FORMAT_VERSION}: use the release that wrote it, or another "
-                "directory"
-            )
-        return cls(Identity(**known["identity"]), known["epoch"], known["segment_bytes"])
+        try:
+            known = json.loads(body)
+            name, version = known["format"], known["version"]
+            if (name, version) != ("tierstore", FORMAT_VERSION):
+                raise StoreMismatchError(
+                    f"{where} has format {name!r} version {version!r}, expected 'tierstore' version "
+                    f"{FORMAT_VERSION}: use the release that wrote it, or another directory"
+                )
+            epoch, segment_bytes = known["epoch"], known["segment_bytes"]
+            facts = cls(Identity(**known["identity"]), epoch, segment_bytes)
+        except StoreMismatchError:
+            raise
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return facts if _is_count(epoch) and _is_count(segment_bytes) else None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 63
 
 
 def _canonical(value: object) -> bytes:

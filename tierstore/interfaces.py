@@ -48,7 +48,8 @@ class Tier(ABC):
     """Holds blocks at integer slots; knows nothing about which block is where.
 
     Several threads may read at once; the store serialises writes, `resize` and `close` against all
-    else.
+    else. Until a transfer's completion has been waited for, its buffers and slots belong to the
+    tier; afterwards, also with an error, the tier no longer touches the buffers.
     """
 
     name: str

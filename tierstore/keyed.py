@@ -27,7 +27,7 @@ from tierstore.lease import Lease
 from tierstore.loading import Loader
 from tierstore.metrics import KeyedStats
 from tierstore.sizes import parse_size
-from tierstore.volume import Stored, Volume
+from tierstore.volume import Finding, Stored, Volume
 from tierstore.volume.format import LIVE, KeyFields
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tierstore.interfaces import Bytes, Codec, Pointers, RecordTier
+    from tierstore.volume.check import Progress
 
     Keys = Sequence[bytes] | Bytes
     Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
@@ -602,6 +603,18 @@ class KeyedStore:
                 is_offline=volume.health.is_offline,
                 reads="direct" if volume.is_direct else "buffered",
             )
+
+    def check(self, fix: bool = False, *, progress: Progress | None = None) -> list[Finding]:
+        """Compare files, tables, directory and memory, and verify every payload on disk.
+
+        The store goes on serving meanwhile. With `fix`, what is damaged is dropped and all else
+        repaired, so that a second check finds foreign files at most: those are never touched.
+        progress: called with bytes of payloads verified so far, and of all.
+
+        OSError if the disk refuses a repair; call again.
+        """
+        self._check_open()
+        return self.volume.check(fix=fix, progress=progress)
 
     def close(self, deadline: float = 30.0) -> None:
         """Sync and give up the directory; leases end. A second call does nothing.

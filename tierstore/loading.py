@@ -76,21 +76,38 @@ class Loader:
             deliver(position, value)
             delivered.add(position)
 
+        left = positions
+        while left:
+            left = self._load_shared(places, left, hand_out, misses, until)
+        return [position for position in positions if position not in delivered]
+
+    def _load_shared(
+        self,
+        places: Pointers,
+        positions: list[int],
+        deliver: Callable[[int, memoryview], None],
+        misses: Counter[str],
+        until: float | None,
+    ) -> list[int]:
+        """Load what nobody loads yet, and wait for the rest; returns what another gave up on."""
         own, others = self._share(places, positions)
         try:
             waiting = own
             while waiting:
-                waiting = self._load_some(places, waiting, hand_out, misses, until)
+                waiting = self._load_some(places, waiting, deliver, misses, until)
         finally:
             self._abandon(places, own)
+        again = []
         for position, load in others:
             if not load.done.wait(_left(until)):
                 misses["deadline"] += 1
-            elif load.value is None:
-                misses[load.reason] += 1
+            elif load.value is not None:
+                deliver(position, memoryview(load.value))
+            elif load.reason == "deadline" and _left(until) != 0:
+                again.append(position)
             else:
-                hand_out(position, memoryview(load.value))
-        return [position for position in positions if position not in delivered]
+                misses[load.reason] += 1
+        return again
 
     def _share(
         self, places: Pointers, positions: list[int]
@@ -130,16 +147,18 @@ class Loader:
         rooms = [self._room(int(places[position])) for position in waiting[:_STAGING]]
         small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
         if small == 0:
-            with self._large:
+            if not self._large.acquire(timeout=-1 if until is None else _left(until)):
+                return self._give_up(places, waiting, misses)
+            try:
                 large = AlignedBuffers(rooms[0], 1).take()
                 self._read(places, waiting[:1], large, deliver, misses, until)
+            finally:
+                self._large.release()
             return waiting[1:]
         try:
             buffers = self._staging.take(small, _left(until))
         except CapacityError:
-            for position in waiting:
-                self._finish(int(places[position]), None, "deadline", misses)
-            return []
+            return self._give_up(places, waiting, misses)
         outcomes: Sequence[Exception | None] = ()
         try:
             now = waiting[: len(buffers)]
@@ -147,6 +166,11 @@ class Loader:
         finally:
             self._staging.give(buffers, outcomes)
         return waiting[len(buffers) :]
+
+    def _give_up(self, places: Pointers, waiting: list[int], misses: Counter[str]) -> list[int]:
+        for position in waiting:
+            self._finish(int(places[position]), None, "deadline", misses)
+        return []
 
     def _room(self, place: int) -> int:
         return -(-max(self._volume.files.disk_bytes(place), 1) // PAGE) * PAGE

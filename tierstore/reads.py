@@ -289,6 +289,38 @@ def _work(queue: _Queue) -> None:
         del taken, batch, runs
 
 
+class Reading:
+    """A batch of reads under way."""
+
+    def __init__(self, queue: _Queue, batch: _Batch, until: float | None) -> None:
+        self._queue = queue
+        self._batch = batch
+        self._until = until
+
+    def wait(self) -> list[Exception | None]:
+        """The outcome of each request, as of `ReadPool.read`, at the deadline at the latest."""
+        batch, until = self._batch, self._until
+        try:
+            if until is None or not self._queue.workers:
+                self._take_part()
+            batch.answered.wait(_left(until))
+        except BaseException:  # an interrupt: the caller is about to reuse or free the buffers
+            batch.cancel()
+            batch.answered.wait(_left(until))
+            raise
+        finally:
+            batch.cancel()
+            self._queue.drop(batch)
+        return batch.outcomes()
+
+    def _take_part(self) -> None:
+        while self._until is None or time.monotonic() < self._until:
+            runs = self._batch.take(self._queue.threads + 1)
+            if not runs:
+                return
+            self._batch.perform(self._queue.io, runs)
+
+
 class ReadPool:
     """Reads batches of requests, with many of them under way at once.
 
@@ -319,33 +351,22 @@ class ReadPool:
         Without a deadline the caller takes part in reading. A pool without threads looks at the
         time between reads only. ConfigError in a fork of the process that made the pool.
         """
-        until = None if deadline is None else time.monotonic() + deadline
-        queue, batch = self._queue, _Batch(requests)
-        takes_part = until is None or not queue.threads
-        if not batch.has_more:
-            return []
-        if not queue.add(batch, len(batch.runs) - takes_part):
-            batch.cancel()
-            return batch.outcomes()
-        try:
-            if takes_part or not queue.workers:
-                self._take_part(batch, until)
-            batch.answered.wait(_left(until))
-        except BaseException:  # an interrupt: the caller is about to reuse or free the buffers
-            batch.cancel()
-            batch.answered.wait(_left(until))
-            raise
-        finally:
-            batch.cancel()
-            queue.drop(batch)
-        return batch.outcomes()
+        return self._begin(requests, deadline, 0 if deadline is not None else 1).wait()
 
-    def _take_part(self, batch: _Batch, until: float | None) -> None:
-        while until is None or time.monotonic() < until:
-            runs = batch.take(self._queue.threads + 1)
-            if not runs:
-                return
-            batch.perform(self._queue.io, runs)
+    def begin(self, requests: Sequence[Read], deadline: float | None = None) -> Reading:
+        """As `read`, but return at once: threads read while the caller does something else.
+
+        The buffers are not the caller's before `Reading.wait` returned, which also takes part in
+        what is left to do; a pool without threads does all of it there.
+        """
+        return self._begin(requests, deadline, 0)
+
+    def _begin(self, requests: Sequence[Read], deadline: float | None, callers: int) -> Reading:
+        until = None if deadline is None else time.monotonic() + deadline
+        batch = _Batch(requests)
+        if not self._queue.add(batch, len(batch.runs) - callers):
+            batch.cancel()
+        return Reading(self._queue, batch, until)
 
     def close(self, deadline: float = 5.0) -> bool:
         """Refuse further reads and wait for those under way; whether all threads ended.

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from tierstore.codecs import make_codec
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
-from tierstore.tiers import DeviceTier, MmapTier, PinnedTier
+from tierstore.tiers import DeviceTier, FileTier, MmapTier, PinnedTier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,9 +39,10 @@ class TierStack:
         fast: str | int | None,
         dram: str | int | None,
         disk: str | Path | None,
+        disk_codec: str | None,
         keep: bool,
     ) -> TierStack:
-        """The tiers that `fast`, `dram` and `disk` ask for.
+        """The tiers that `fast`, `dram` and `disk` ask for; with a `disk_codec`, disk is coded.
 
         ConfigError if there is no memory tier, or if the model computes on a GPU and none is fast.
         """
@@ -53,6 +55,7 @@ class TierStack:
             raise ConfigError(
                 f"the model is on {device}: expected fast='...', the limit of device memory"
             )
+        codec = None if disk_codec is None else make_codec(disk_codec, layout)
         directory = None if disk is None else PrivateDirectory(disk, keep=keep)
         stack = cls([], directory)
         with ExitStack() as on_error:
@@ -62,7 +65,11 @@ class TierStack:
             if dram is not None:
                 stack.tiers += (PinnedTier(layout, dram),)
             if directory is not None:
-                stack.tiers += (MmapTier(layout, directory.path / "blocks"),)
+                blocks = directory.path / "blocks"
+                if codec is None:
+                    stack.tiers += (MmapTier(layout, blocks),)
+                else:
+                    stack.tiers += (FileTier(layout, blocks, codec=codec),)
             on_error.pop_all()
         return stack
 

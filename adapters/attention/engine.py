@@ -49,6 +49,9 @@ class SparseAttention:
         staging; without a fast tier also what that would hold.
     disk: directory for the disk tier, which then holds every block. Its files are private and
         disappear with the process, unless `keep`.
+    disk_codec: name of the codec of blocks on disk, in a `FileTier`: checksummed extents, read past
+        the page cache. With a lossy one, blocks come back within its error bound. None for a
+        memory-mapped file.
     window: capacity of the fast tier in budgets; the preset's by default, less where the limit is
         tight.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
@@ -70,6 +73,7 @@ class SparseAttention:
         fast: str | int | None = None,
         dram: str | int | None = None,
         disk: str | Path | None = None,
+        disk_codec: str | None = None,
         keep: bool = False,
         window: float | None = None,
         tiers: TierFactory | None = None,
@@ -83,15 +87,23 @@ class SparseAttention:
             raise ConfigError("tiers= replaces fast=, dram= and disk=: give one or the other")
         if window is not None and tiers is None and fast is None:
             raise ConfigError(f"window={window}: there is no fast tier: pass fast= or no window=")
-        if keep and disk is None:
-            raise ConfigError("keep=True: there is no disk tier to keep: pass disk=")
+        if (keep or disk_codec is not None) and disk is None:
+            raise ConfigError(
+                f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
+            )
         self.geometry = geometry
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
         )
         if tiers is None:
             stack = TierStack.of_sizes(
-                self.layout, geometry.device, fast=fast, dram=dram, disk=disk, keep=keep
+                self.layout,
+                geometry.device,
+                fast=fast,
+                dram=dram,
+                disk=disk,
+                disk_codec=disk_codec,
+                keep=keep,
             )
             window = (window or system.window) if fast is not None else None
         else:

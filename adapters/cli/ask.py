@@ -50,6 +50,7 @@ def _tiers(options: argparse.Namespace) -> TierOptions:
         fast=options.fast,
         dram=options.dram,
         disk=options.disk,
+        disk_codec=options.disk_codec,
         keep=options.keep,
         window=options.window,
     )

@@ -85,6 +85,12 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--disk", metavar="DIR", help="directory of the disk tier, which then holds every block"
     )
+    tiers.add_argument(
+        "--disk-codec",
+        metavar="NAME",
+        help="how blocks are coded on disk, in checksummed extents that are read past the page "
+        "cache: raw, int8, k8v4 or another; without it, a memory-mapped file",
+    )
     tiers.add_argument("--keep", action="store_true", help="leave the files in the disk tier")
     tiers.add_argument(
         "--preset", default="kvdrive", help="which system to be; default: %(default)s"
@@ -131,10 +137,17 @@ def _check_tiers(options: argparse.Namespace) -> None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
     if options.window is not None and not options.window >= 1:
         raise ConfigError(f"window={options.window}: expected at least 1 budget, for example 2")
+    if options.disk_codec is not None:
+        from tierstore.codecs import check_codec_name
+
+        check_codec_name(options.disk_codec)
     if options.disk is not None:
         PrivateDirectory(options.disk).close()
-    elif options.keep:
-        raise ConfigError("keep: there is no disk tier to keep; pass --disk or leave out --keep")
+    elif options.keep or options.disk_codec:
+        raise ConfigError(
+            "keep, disk codec: there is no disk tier; pass --disk, or leave out --keep and "
+            "--disk-codec"
+        )
 
 
 def _prepare_libraries() -> None:

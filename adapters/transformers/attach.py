@@ -33,6 +33,7 @@ def attach(
     fast: str | int | None = None,
     dram: str | int | None = None,
     disk: str | Path | None = None,
+    disk_codec: str | None = None,
     keep: bool = False,
     window: float | None = None,
 ) -> TierCache:
@@ -47,6 +48,8 @@ def attach(
     budget: share of the context, or number of tokens, that a step selects; the preset's by default.
     fast, dram: limits of the fast and the DRAM tier, for example ``"64MiB"``; at least one of them.
     disk: directory of the disk tier; None for none.
+    disk_codec: how blocks are coded on disk, for example ``"int8"``, in checksummed extents read
+        past the page cache; None for a memory-mapped file.
     keep: leave the files in `disk` when the cache is closed.
     window: capacity of the fast tier in budgets; the preset's by default.
 
@@ -63,6 +66,7 @@ def attach(
             fast=fast,
             dram=dram,
             disk=disk,
+            disk_codec=disk_codec,
             keep=keep,
             window=window,
         )

@@ -15,7 +15,7 @@ import torch
 from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.layout import BlockLayout
 from tierstore.testing import TierTests
-from tierstore.tiers import DeviceTier, MmapTier, PinnedTier
+from tierstore.tiers import DeviceTier, MmapTier, PinnedTier, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +77,93 @@ def test_a_limit_beyond_what_the_machine_can_address_is_refused() -> None:
 def test_a_device_that_is_neither_cpu_nor_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="'meta'"):
         DeviceTier(LAYOUT, "1MiB", device="meta")
+
+
+class Cudart:
+    """A CUDA runtime that locks what it is told to, until `refuse_at` calls have been made."""
+
+    def __init__(self, refuse_at: int = -1) -> None:
+        self.locked: dict[int, int] = {}
+        self.calls: list[tuple[int, int]] = []
+        self._refuse_at = refuse_at
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append((address, nbytes))
+        if len(self.calls) - 1 == self._refuse_at:
+            return 2
+        self.locked[address] = nbytes
+        return flags
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return {2: "out of memory"}[status]
+
+
+@pytest.fixture
+def errors_taken_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU is said to be there, and pages are locked 1 MiB at a time."""
+    taken_up: list[str] = []
+    monkeypatch.setattr(pinned, "_LOCKED_AT_ONCE", 1 << 20)
+    monkeypatch.setattr(pinned, "_forget_error", lambda: taken_up.append("error"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return taken_up
+
+
+def test_no_more_is_locked_at_once_than_drivers_allow() -> None:
+    assert 0 < pinned._LOCKED_AT_ONCE <= 64 << 30
+    assert pinned._LOCKED_AT_ONCE % PAGE == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [
+        (1 << 19, [1 << 19]),
+        (1 << 20, [1 << 20]),
+        ((1 << 20) + 1, [1 << 20, 1]),
+        (5 << 19, [1 << 20, 1 << 20, 1 << 19]),
+    ],
+)
+def test_pages_are_locked_piece_by_piece_without_gaps(
+    errors_taken_up: list[str], monkeypatch: pytest.MonkeyPatch, limit: int, sizes: list[int]
+) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    tier = PinnedTier(LAYOUT, limit)
+    addresses, locked = zip(*cudart.calls, strict=True)
+    assert list(locked) == sizes
+    assert addresses[0] == tier.memory.slots.ctypes.data
+    assert np.diff(addresses).tolist() == sizes[:-1]
+    assert tier.is_pinned
+    assert tier.medium == "page-locked memory"
+    tier.close()
+    assert cudart.locked == {}
+    assert tier.medium == "ordinary memory"
+    assert errors_taken_up == []
+    tier.close()
+
+
+@pytest.mark.parametrize("refuse_at", [0, 1, 2])
+def test_when_a_piece_cannot_be_locked_none_is(
+    errors_taken_up: list[str], monkeypatch: pytest.MonkeyPatch, refuse_at: int
+) -> None:
+    """Memory that is locked in part would be copied at two speeds and never given back."""
+    cudart = Cudart(refuse_at)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    tier = PinnedTier(LAYOUT, 3 << 20)
+    assert len(cudart.calls) == refuse_at + 1
+    assert cudart.locked == {}
+    assert not tier.is_pinned
+    assert tier.medium == "ordinary memory (page-locking failed: out of memory)"
+    assert errors_taken_up == ["error"]
+    fill(tier, 2048, 7)
+    tier.resize(8)
+    tier.resize(2048)
+    assert (tier.view[:8] == 7).all()
+    assert not tier.view[8:].any(), "pages that are not locked return to the system"
+    tier.close()
 
 
 def test_pages_of_slots_that_went_return_to_the_system() -> None:

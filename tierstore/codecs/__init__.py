@@ -28,6 +28,7 @@ __all__ = [
     "QuantisedCodec",
     "RawCodec",
     "ShuffleZstdCodec",
+    "check_codec_name",
     "make_codec",
 ]
 
@@ -57,7 +58,14 @@ def make_codec(name: str, layout: BlockLayout | None = None) -> Codec:
                     f" BlockLayout, or choose one of {[RawCodec.name, ShuffleZstdCodec.name]}"
                 )
             return kind(layout)
-    raise ConfigError(f"codec {name!r} is unknown: expected one of {list(CODEC_NAMES)}")
+    check_codec_name(name)
+    raise AssertionError(f"{name} is listed, but nothing makes it")
+
+
+def check_codec_name(name: str) -> None:
+    """ConfigError unless `make_codec` knows that name."""
+    if name not in CODEC_NAMES:
+        raise ConfigError(f"codec {name!r} is unknown: expected one of {list(CODEC_NAMES)}")
 
 
 def _element_bytes(layout: BlockLayout) -> int:

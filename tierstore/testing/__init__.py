@@ -13,12 +13,29 @@ pytest.register_assert_rewrite(
     "tierstore.testing.codecs",
     "tierstore.testing.indexes",
     "tierstore.testing.policies",
+    "tierstore.testing.records",
     "tierstore.testing.tiers",
 )
 
+from tierstore.testing.clock import FakeClock  # noqa: E402
 from tierstore.testing.codecs import CodecTests  # noqa: E402
+from tierstore.testing.faults import FaultIO  # noqa: E402
+from tierstore.testing.history import History  # noqa: E402
 from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
+from tierstore.testing.kills import KillIO  # noqa: E402
 from tierstore.testing.policies import PolicyTests  # noqa: E402
+from tierstore.testing.records import RecordTierTests  # noqa: E402
 from tierstore.testing.tiers import TierTests  # noqa: E402
 
-__all__ = ["CodecTests", "IndexSetting", "IndexTests", "PolicyTests", "TierTests"]
+__all__ = [
+    "CodecTests",
+    "FakeClock",
+    "FaultIO",
+    "History",
+    "IndexSetting",
+    "IndexTests",
+    "KillIO",
+    "PolicyTests",
+    "RecordTierTests",
+    "TierTests",
+]

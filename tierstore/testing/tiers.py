@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tierstore.interfaces import Bytes, Ids, Tier
 
-LIMIT_BYTES = 1 << 16
+LIMIT_BYTES = 1 << 18
 LAYOUTS = {
     "of whole words": BlockLayout.kv(4, 8, torch.float32),
     "of 51 bytes": BlockLayout(
@@ -58,6 +58,7 @@ class TierTests(ABC):
         assert tier.used_bytes == 0
         assert 8 <= tier.limit <= LIMIT_BYTES // tier.layout.block_bytes
         assert tier.name
+        assert tier.medium
 
     def test_blocks_come_back_from_the_slots_they_were_put_in(self, tier: Tier) -> None:
         """Slots and rows are both out of order, and differently in reading than in writing."""
@@ -110,6 +111,13 @@ class TierTests(ABC):
             tier.read(_ids(0), blocks, _ids(0), parts=["unknown"])
         with pytest.raises(ConfigError, match="'unknown'"):
             tier.write(_ids(0), blocks, _ids(0), parts=["unknown"])
+
+    def test_a_slot_that_was_never_written_can_be_read(self, tier: Tier) -> None:
+        """As any bytes, and without harm to its neighbours."""
+        tier.resize(4)
+        blocks = _blocks(tier.layout, 1)
+        tier.write(_ids(2), blocks, _ids(0)).wait()
+        assert np.array_equal(_content(tier)[2:3], blocks)
 
     def test_moving_nothing_is_allowed(self, tier: Tier) -> None:
         before = _filled(tier, 3)
@@ -178,16 +186,68 @@ class TierTests(ABC):
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(read, range(4)))
 
+    def test_a_slot_may_be_read_into_several_rows(self, tier: Tier) -> None:
+        stored = _filled(tier, 4)
+        out = _blocks(tier.layout, 5, seed=7)
+        tier.read(_ids(2, 0, 2, 2), out, _ids(4, 1, 0, 3)).wait()
+        assert np.array_equal(out[_ids(4, 1, 0, 3)], stored[_ids(2, 0, 2, 2)])
+
+    def test_transfers_under_way_leave_each_other_alone(self, tier: Tier) -> None:
+        """Several are begun before the first is waited for, and the last is waited for first."""
+        _filled(tier, 32)
+        blocks = [_blocks(tier.layout, 8, seed) for seed in range(4)]
+        slots, rows = np.split(_shuffled(32, 1), 4), _shuffled(8, 2)
+        writes = [tier.write(s, b, rows) for s, b in zip(slots, blocks, strict=True)]
+        for write in reversed(writes):
+            write.wait()
+        outs = [np.empty_like(block) for block in blocks]
+        reads = [tier.read(s, out, rows) for s, out in zip(slots, outs, strict=True)]
+        for read in reversed(reads):
+            read.wait()
+        for out, written in zip(outs, blocks, strict=True):
+            assert np.array_equal(out, written)
+
+    def test_a_buffer_is_the_callers_again_when_its_transfer_is_over(self, tier: Tier) -> None:
+        """A tier that kept the caller's memory would see it change."""
+        tier.resize(4)
+        blocks, everything = _blocks(tier.layout, 4), _ids(0, 1, 2, 3)
+        written = blocks.copy()
+        tier.write(everything, blocks, everything).wait()
+        blocks[:] = 0
+        assert np.array_equal(_content(tier), written)
+        out = np.empty_like(blocks)
+        tier.read(everything, out, everything).wait()
+        out[:] = 0
+        assert np.array_equal(_content(tier), written)
+
+    def test_what_is_handed_over_is_not_changed(self, tier: Tier) -> None:
+        tier.resize(8)
+        slots, rows, blocks = _shuffled(8, 1), _shuffled(8, 2), _blocks(tier.layout, 8)
+        before = slots.copy(), rows.copy(), blocks.copy()
+        tier.write(slots, blocks, rows).wait()
+        tier.read(slots, np.empty_like(blocks), rows).wait()
+        assert np.array_equal(slots, before[0])
+        assert np.array_equal(rows, before[1])
+        assert np.array_equal(blocks, before[2])
+
+    def test_a_refused_transfer_changes_nothing(self, tier: Tier) -> None:
+        before, used = _filled(tier, 3), tier.used_bytes
+        with pytest.raises(ConfigError):
+            tier.write(_ids(1), _blocks(tier.layout, 1), _ids(0), parts=["unknown"])
+        assert (tier.capacity, tier.used_bytes) == (3, used)
+        assert np.array_equal(_content(tier), before)
+
     def test_syncing_changes_nothing(self, tier: Tier) -> None:
         tier.sync()
         before = _filled(tier, 4)
         tier.sync()
         assert np.array_equal(_content(tier), before)
 
-    def test_closing_twice_is_allowed(self, tier: Tier) -> None:
+    def test_closing_gives_everything_back_and_may_be_repeated(self, tier: Tier) -> None:
         _filled(tier, 4)
-        tier.close()
-        tier.close()
+        for _ in range(2):
+            tier.close()
+            assert tier.capacity == tier.used_bytes == 0
 
     @law
     @given(st.data())

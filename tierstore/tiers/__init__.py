@@ -1,7 +1,18 @@
 """The places where blocks can be."""
 
 from tierstore.tiers.device import DeviceTier
+from tierstore.tiers.file import FileTier
+from tierstore.tiers.gds import GdsTier
 from tierstore.tiers.mmap import MmapTier
 from tierstore.tiers.pinned import PinnedTier
+from tierstore.tiers.remote import RedisRecords, RedisTier
 
-__all__ = ["DeviceTier", "MmapTier", "PinnedTier"]
+__all__ = [
+    "DeviceTier",
+    "FileTier",
+    "GdsTier",
+    "MmapTier",
+    "PinnedTier",
+    "RedisRecords",
+    "RedisTier",
+]

@@ -16,7 +16,7 @@ from tierstore.identity import Identity
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.io import FileIO
 from tierstore.reads import AlignedBuffers
-from tierstore.sizes import format_size, parse_size
+from tierstore.sizes import parse_size
 from tierstore.tiers.memory import copy
 from tierstore.volume import Stored, Volume
 from tierstore.volume.format import PAGE, KeyFields, extent_size, extents_in
@@ -24,6 +24,8 @@ from tierstore.volume.opening import directory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from tierstore.interfaces import Codec
     from tierstore.layout import BlockLayout
@@ -79,11 +81,13 @@ class FileTier(Tier):
         self._codec = None if codec is None or codec.code == 0 else codec
         self._each = max(1, extent_bytes // layout.block_bytes)
         raw = self._each * layout.block_bytes
-        self._extent_bytes = extent_size(raw if self._codec is None else self._codec.bound(raw))
+        self._usual_bytes = _usual_bytes(self._codec, self._each, layout.block_bytes)
+        self._extent_bytes = extent_size(self._usual_bytes)
         self._segment_bytes = self._fitting_segment()
         self._slots = 0
         self._open: OrderedDict[int, _OpenExtent] = OrderedDict()
-        self._staging = AlignedBuffers(self._extent_bytes, _AT_ONCE)
+        most = raw if self._codec is None else self._codec.bound(raw)
+        self._staging = AlignedBuffers(extent_size(most), _AT_ONCE)
         self._volume: Volume | None = None
 
     def _fitting_segment(self) -> int:
@@ -131,15 +135,20 @@ class FileTier(Tier):
         if extents == 0:
             self._remove()
             return
-        segments = -(-extents // self._per_segment)
-        needed = segments * self._segment_bytes
-        while needed - directory_bytes(needed) < segments * self._segment_bytes:
-            needed += directory_bytes(needed)
+        needed = self._capacity(-(-extents // self._per_segment))
         if self._volume is None:
             self._volume = self._opened(needed)
         self._drop_from(slots)
         self._volume.resize(needed)
         self._slots = slots
+
+    def _capacity(self, segments: int) -> int:
+        """Bytes of a volume with room for so many segments."""
+        room = segments * self._segment_bytes
+        capacity = room
+        while capacity - directory_bytes(capacity) < room:
+            capacity = room + directory_bytes(capacity)
+        return capacity
 
     def _opened(self, capacity_bytes: int) -> Volume:
         parts = ";".join(f"{p.name}:{p.dtype}:{p.shape}" for p in self.layout.parts)
@@ -228,25 +237,40 @@ class FileTier(Tier):
         return opened
 
     def _store(self, extents: dict[int, Bytes]) -> None:
-        if not extents:
-            return
+        waiting = list(extents)
+        while waiting:
+            done = self._write_extents(waiting, extents)
+            waiting = [extent for extent, is_done in zip(waiting, done, strict=True) if not is_done]
+            if waiting and not self._grow():
+                assert self._volume is not None
+                raise TierOfflineError(
+                    errno.ENOSPC,
+                    f"{self.name}: {len(waiting)} of {len(extents)} extents were not written "
+                    f"({dict(+self._volume.refused)}): raise the limit or free disk space",
+                )
+
+    def _write_extents(self, extents: list[int], blocks: dict[int, Bytes]) -> npt.NDArray[np.bool_]:
         assert self._volume is not None
-        if self._codec is None:
-            pieces = [blocks.reshape(-1).data for blocks in extents.values()]
-        else:
-            pieces = [self._codec.encode(blocks).data for blocks in extents.values()]
-        raw = self._each * self.layout.block_bytes
         code = 0 if self._codec is None else self._codec.code
-        n = len(pieces)
-        stored = Stored(pieces, [raw] * n, code, [self._each] * n)
-        done = self._volume.write(_keys(list(extents)), stored)
-        if not done.all():
-            raise TierOfflineError(
-                errno.ENOSPC,
-                f"{self.name}: {n - int(done.sum())} of {n} extents of "
-                f"{format_size(self._extent_bytes)} were not written: "
-                f"{dict(self._volume.refused)}",
-            )
+        if self._codec is None:
+            pieces = [blocks[extent].reshape(-1).data for extent in extents]
+        else:
+            pieces = [self._codec.encode(blocks[extent]).data for extent in extents]
+        raw, n = self._each * self.layout.block_bytes, len(extents)
+        stored = Stored(pieces, [raw] * n, code, [self._each] * n, self._usual_bytes)
+        return self._volume.write(_keys(extents), stored)
+
+    def _grow(self) -> bool:
+        """Have another file, for extents that came out longer than usual; False at the limit."""
+        assert self._volume is not None
+        capacity = self._capacity(len(self._volume.files.by_number) + 1)
+        if self._limit_bytes is not None and capacity > self._limit_bytes:
+            return False
+        try:
+            self._volume.resize(capacity)
+        except (CapacityError, OSError):
+            return False
+        return True
 
     # Reading
 
@@ -322,6 +346,19 @@ class FileTier(Tier):
             self._slots = 0
             self._open.clear()
             volume.close()
+
+
+def _usual_bytes(codec: Codec | None, blocks: int, block_bytes: int) -> int:
+    """Bytes that an extent has on disk.
+
+    Lossless codes vary in length; quantised ones do not, but for extents that cannot be coded.
+    """
+    raw = blocks * block_bytes
+    if codec is None:
+        return raw
+    if codec.is_lossless:
+        return codec.bound(raw)
+    return codec.encode(np.zeros((blocks, block_bytes), np.uint8)).nbytes
 
 
 def _keys(extents: list[int]) -> KeyFields:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import mmap
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
-from tierstore.sizes import format_size, parse_size
 from tierstore.tiers.memory import copy
+from tierstore.tiers.scratch import ScratchFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
     from tierstore.layout import BlockLayout
 
@@ -41,17 +39,9 @@ class MmapTier(Tier):
     ) -> None:
         self.name = name
         self.layout = layout
-        self.path = Path(path)
-        self._limit_bytes = None if limit is None else parse_size(limit, name)
+        self._file = ScratchFile(path, limit, name)
+        self.path = self._file.path
         self._slots = 0
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._fd = os.open(self.path, flags, 0o600)
-        except OSError as error:
-            raise ConfigError(
-                f"{name}: {str(self.path)!r} cannot be made ({error.strerror}): blocks there are "
-                "scratch and never read again, so remove it or choose another path"
-            ) from error
         self._map: mmap.mmap | None = None
         self._view: Bytes = np.empty((0, layout.block_bytes), np.uint8)
 
@@ -61,53 +51,20 @@ class MmapTier(Tier):
 
     @property
     def limit(self) -> int:
-        stats = os.fstatvfs(self._fd)
-        room = self._slots * self.layout.block_bytes + stats.f_bavail * stats.f_frsize
-        if self._limit_bytes is not None:
-            room = min(room, self._limit_bytes)
-        return room // _PAGE * _PAGE // self.layout.block_bytes
+        return self._file.limit_bytes // _PAGE * _PAGE // self.layout.block_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._file_bytes(self._slots)
-
-    def _file_bytes(self, slots: int) -> int:
-        return -(-slots * self.layout.block_bytes // _PAGE) * _PAGE
+        return self._file.size
 
     def resize(self, slots: int) -> None:
-        size = self._file_bytes(slots)
-        if self._limit_bytes is not None and size > self._limit_bytes:
-            raise CapacityError(
-                f"{self.name}: {slots} blocks take {format_size(size)}, over the limit of "
-                f"{format_size(self._limit_bytes)}: raise the limit"
-            )
-        if slots:
-            self._check_size()
-        if size > self.used_bytes:
-            self._preallocate(size)
+        size = -(-slots * self.layout.block_bytes // _PAGE) * _PAGE
+        self._file.reserve(size, slots)
         self._map_again(slots, size)
-        os.ftruncate(self._fd, size)
-
-    def _check_size(self) -> None:
-        found = os.fstat(self._fd).st_size
-        if found != self.used_bytes:
-            raise TierOfflineError(
-                f"{self.name}: {str(self.path)!r} has {found} bytes, expected {self.used_bytes}: "
-                "something else changed it"
-            )
-
-    def _preallocate(self, size: int) -> None:
-        try:
-            os.posix_fallocate(self._fd, 0, size)
-        except OSError as error:
-            os.ftruncate(self._fd, self.used_bytes)
-            raise CapacityError(
-                f"{self.name}: no {format_size(size)} in {str(self.path)!r} ({error.strerror}): "
-                "free disk space, choose another directory or lower the context"
-            ) from error
+        self._file.cut(size)
 
     def _map_again(self, slots: int, size: int) -> None:
-        self._map = mmap.mmap(self._fd, size) if size else None
+        self._map = mmap.mmap(self._file.fd, size) if size else None
         self._slots = slots
         self._view = np.empty((0, self.layout.block_bytes), np.uint8)
         if self._map is not None:
@@ -131,15 +88,13 @@ class MmapTier(Tier):
     def sync(self) -> None:
         if self._map is not None:
             self._map.flush()
-        os.fsync(self._fd)
+        self._file.sync()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._slots = 0
-            self._view = np.empty((0, self.layout.block_bytes), np.uint8)
-            self._map = None
+        self._file.close()
+        self._slots = 0
+        self._view = np.empty((0, self.layout.block_bytes), np.uint8)
+        self._map = None
 
     @property
     def medium(self) -> str:

@@ -1,5 +1,6 @@
 """The durable tier: records under keys in segment files."""
 
+from tierstore.volume.check import Finding
 from tierstore.volume.volume import Stored, Volume
 
-__all__ = ["Stored", "Volume"]
+__all__ = ["Finding", "Stored", "Volume"]

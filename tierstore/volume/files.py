@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import CapacityError, CorruptBlockError
-from tierstore.reads import Read, ReadPool
+from tierstore.reads import LateReadError, Read, ReadPool
 from tierstore.sizes import format_size
 from tierstore.volume.format import KEY_INLINE, LIVE, PAGE, Header, extents_in, payload_checksum
 from tierstore.volume.segment import SUFFIX, Segment, stored_digest
@@ -55,6 +55,12 @@ class SegmentFiles:
         """The segment that owns a place."""
         return self.by_number[int(self._records.segment[place])]
 
+    def owner(self, place: int) -> Segment | None:
+        """Like `of`, without the lock; None if its segment was given up."""
+        segment = self.by_number.get(int(self._records.segment[place]))
+        is_own = segment is not None and segment.places.start <= place < segment.places.stop
+        return segment if is_own else None
+
     def by_segment(self, places: Pointers) -> Iterator[tuple[Segment, Pointers]]:
         """Places, segment by segment."""
         numbers = self._records.segment[places]
@@ -89,18 +95,22 @@ class SegmentFiles:
         path = os.path.join(self.folder, f"{number:08d}{SUFFIX}")
         return number in self.by_number or os.path.lexists(path)
 
-    def begin(self, size: int, epoch: int, generation: int) -> None:
-        """Make a blank segment one of free extents of that size; it is retired if that fails."""
+    def begin(self, size: int, epoch: int, generation: int) -> bool:
+        """Make a blank segment one of free extents of that size; whether it took that."""
         segment = self._space.blank.pop()
         extents = extents_in(self.nbytes, size)
         header = Header(self._identity, epoch, segment.number, generation, size, extents)
         try:
             self._health.call(segment.begin, header)
         except OSError:
-            self._retire(segment)
-            return
+            if segment.is_stale:
+                self._retire(segment)
+            else:
+                self._space.blank.insert(0, segment)
+            return False
         segment.first = self._records.open_run(segment.number, extents)
         self._space.add(segment, np.arange(segment.first, segment.first + extents))
+        return True
 
     def live(self, segment: Segment) -> Pointers:
         """Places of a segment's live records."""
@@ -113,6 +123,7 @@ class SegmentFiles:
         self._space.remove(segment)
         self._records.close_run(segment.first, segment.header.extents)
         segment.forget()
+        segment.is_stale = True
         self._space.blank.append(segment)
 
     def blank_empty(self) -> None:
@@ -142,12 +153,17 @@ class SegmentFiles:
 
     def give_up(self, segment: Segment) -> None:
         """Take a segment out of use whose live records were dropped."""
-        self._space.remove(segment)
+        if segment.is_blank:
+            self._space.blank.remove(segment)
+        elif segment.is_draining:
+            self._draining.remove(segment)
+        else:
+            self._space.remove(segment)
         self._records.segment[segment.places] = -1
         self._retire(segment)
 
     def _retire(self, segment: Segment) -> None:
-        """Let the file say that it is blank; offline if it does not even take that.
+        """Let the file say that it is blank, or remove it; offline if it does not even take that.
 
         A file whose header cannot be replaced would show old records when it is opened again.
         """
@@ -158,20 +174,37 @@ class SegmentFiles:
             segment.begin(Header(self._identity, 0, segment.number, 0, 0, 0))
             segment.sync()
         except OSError:
-            self._health.give_up()
+            try:
+                self._io.remove(segment.path)
+                self._io.sync_directory(self.folder)
+            except OSError:
+                self._health.give_up()
 
     def renew(self, segment: Segment) -> None:
         """Put a new, blank file in the place of one that was given up. OSError if that fails."""
-        self._io.remove(segment.path)
+        with suppress(FileNotFoundError):
+            self._io.remove(segment.path)
         self.create(segment.number)
         self._io.sync_directory(self.folder)
 
     def remove(self, segment: Segment) -> None:
-        """Take a blank segment and its file away."""
+        """Take a blank segment and its file away, durably. OSError if the file stays."""
+        try:
+            self._io.remove(segment.path)
+        except OSError:
+            self.give_up(segment)
+            raise
         self._space.blank.remove(segment)
         del self.by_number[segment.number]
         self.retired.append(segment)
-        self._io.remove(segment.path)
+        self._io.sync_directory(self.folder)
+
+    def empty(self, segment: Segment) -> None:
+        """Put a new file in the place of a blank segment's, so that its old content is gone."""
+        with suppress(FileNotFoundError):
+            self.remove(segment)
+        self.create(segment.number)
+        self._io.sync_directory(self.folder)
 
     def close(self, deadline: float) -> None:
         """Close every file; a reader that hangs keeps its own."""
@@ -214,8 +247,7 @@ class SegmentFiles:
         self, places: Pointers, run: list[int], pieces: Sequence[Sequence[memoryview | bytes]]
     ) -> bool:
         first = int(places[run[0]])
-        segment = self.by_number.get(int(self._records.segment[first]))
-        if segment is None:
+        if (segment := self.owner(first)) is None:
             return False
         together: list[memoryview | bytes] = []
         for i in run:
@@ -257,7 +289,9 @@ class SegmentFiles:
         for outcome in outcomes:
             if outcome is None:
                 self._health.praise()
-            elif isinstance(outcome, OSError) and not isinstance(outcome, CorruptBlockError):
+            elif isinstance(outcome, OSError) and not isinstance(
+                outcome, CorruptBlockError | LateReadError
+            ):
                 self._health.note(outcome)
         return outcomes
 

@@ -54,7 +54,7 @@ KEY_BYTES_MOST = 511
 KEY_INLINE = 48
 """A longer key has its first 40 bytes and its xxh3-64 in the row, and follows the value whole."""
 
-_MAGIC = b"TIERSEG\n"
+MAGIC = b"TIERSEG\n"
 _HEADER = struct.Struct("<8sII16sQQQQQQ")
 
 
@@ -81,7 +81,7 @@ class Header:
     def encode(self) -> bytes:
         """The page: the fields, their xxh3-128, zeros."""
         body = _HEADER.pack(
-            _MAGIC, FORMAT_VERSION, PAGE, self.identity, self.epoch, self.number, self.generation,
+            MAGIC, FORMAT_VERSION, PAGE, self.identity, self.epoch, self.number, self.generation,
             self.extent_bytes, self.extents, self.data_offset,
         )  # fmt: skip
         return (body + xxhash.xxh3_128_digest(body)).ljust(PAGE, b"\0")
@@ -99,7 +99,7 @@ class Header:
         magic, version, _, identity, epoch, number, generation, extent_bytes, extents, start = (
             _HEADER.unpack(body)
         )
-        if magic != _MAGIC:
+        if magic != MAGIC:
             return None
         if version != FORMAT_VERSION:
             raise StoreMismatchError(

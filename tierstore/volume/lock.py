@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 
 from tierstore.errors import StoreLockedError
 
@@ -36,11 +37,13 @@ class DirectoryLock:
                 "choose another directory; one process at a time may have it"
             ) from error
         if not shared:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
+            with suppress(OSError):  # a full disk; the number only makes errors clearer
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
 
     def release(self) -> None:
         """Let others have the directory. A second call does nothing."""
         if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for a child that has the file open too
             os.close(self._fd)
             self._fd = -1

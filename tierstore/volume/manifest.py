@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from tierstore.errors import CorruptBlockError
 from tierstore.identity import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from tierstore.io import FileIO
 
@@ -56,7 +57,7 @@ class Commit:
 
 
 class Manifest:
-    """The LMDB environment of one volume. The volume's lock guards it.
+    """The LMDB environment of one volume. Any thread may call.
 
     CorruptBlockError from the constructor if what is there is no LMDB environment, or is shorter
     than it says: mapping such a file could kill the process.
@@ -67,15 +68,20 @@ class Manifest:
     ) -> None:
         self._identity = identity
         self._most_bytes = most_bytes
+        # LMDB's map must not grow while a transaction is open.
+        self._lock = threading.Lock()
         self.path = os.path.join(directory, FOLDER)
         if not os.path.isdir(self.path):
+            if read_only:
+                raise CorruptBlockError(f"{self.path!r} is missing")
             io.make_directory(self.path)
         file = os.path.join(self.path, "data.mdb")
         size = max(_SMALLEST_MAP, _mapped_bytes(file) if os.path.exists(file) else 0)
         try:
             self._env = lmdb.open(
-                self.path, map_size=size, mode=0o600, readonly=read_only, max_dbs=0, max_readers=16
-            )
+                self.path, map_size=size, mode=0o600, readonly=read_only, max_dbs=0, max_readers=16,
+                lock=not read_only,
+            )  # fmt: skip
         except lmdb.Error as error:
             raise CorruptBlockError(f"{file!r} is no directory of a store ({error})") from error
 
@@ -87,22 +93,53 @@ class Manifest:
     def load(self) -> tuple[Commit | None, Groups, int]:
         """The latest commit, what it says of groups, and how many values were damaged."""
         commit, groups, damaged = None, Groups(), 0
+        for key, body in self._entries():
+            if body is None:
+                damaged += 1
+            elif key == b"m":
+                version, epoch, sequence, clean = _META.unpack(body)
+                if version == FORMAT_VERSION:
+                    commit = Commit(epoch, sequence, bool(clean))
+            else:
+                _, segment, group = _GROUP_KEY.unpack(key)
+                groups[segment, group] = _GROUP.unpack(body)
+        return commit, groups, damaged
+
+    def damaged_keys(self) -> list[bytes]:
+        """Keys whose values do not match their check, or that are none of ours."""
+        return [key for key, body in self._entries() if body is None]
+
+    def _entries(self) -> list[tuple[bytes, bytes | None]]:
+        """Every key with its value, None for a damaged one."""
         try:
-            with self._env.begin(buffers=True) as transaction:
-                for key, value in transaction.cursor():
-                    body = self._checked(bytes(key), bytes(value))
-                    if body is None:
-                        damaged += 1
-                    elif bytes(key) == b"m":
-                        version, epoch, sequence, clean = _META.unpack(body)
-                        if version == FORMAT_VERSION:
-                            commit = Commit(epoch, sequence, bool(clean))
-                    else:
-                        _, segment, group = _GROUP_KEY.unpack(key)
-                        groups[segment, group] = _GROUP.unpack(body)
+            with self._lock, self._env.begin() as transaction:
+                return [(key, self._checked(key, value)) for key, value in transaction.cursor()]
         except lmdb.Error as error:
             raise CorruptBlockError(f"{self.path!r} cannot be read ({error})") from error
-        return commit, groups, damaged
+
+    def known(self, segment: int, groups: Iterable[int]) -> Groups:
+        """What the latest commit says of some groups of a segment."""
+        found = Groups()
+        with self._lock, self._env.begin() as transaction:
+            for group in groups:
+                key = _GROUP_KEY.pack(b"g", segment, group)
+                body = self._checked(key, transaction.get(key, b""))
+                if body is not None:
+                    found[segment, group] = _GROUP.unpack(body)
+        return found
+
+    def all_keys(self) -> list[bytes]:
+        """Every key."""
+        return [key for key, _ in self._entries()]
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Forget values, in one durable transaction; OSError, and no change, if that fails."""
+        try:
+            with self._lock, self._env.begin(write=True) as transaction:
+                for key in keys:
+                    transaction.delete(key)
+        except lmdb.Error as error:
+            raise OSError(f"{self.path!r}: the directory was not written ({error})") from error
 
     def _checked(self, key: bytes, value: bytes) -> bytes | None:
         body, check = value[:-8], value[-8:]
@@ -122,17 +159,20 @@ class Manifest:
         entries = {b"m": _META.pack(FORMAT_VERSION, commit.epoch, commit.sequence, commit.is_clean)}
         for (segment, group), fact in groups.items():
             entries[_GROUP_KEY.pack(b"g", segment, group)] = _GROUP.pack(*fact)
-        while True:
-            try:
-                with self._env.begin(write=True) as transaction:
-                    for key, body in entries.items():
-                        transaction.put(key, body + self._check(key, body))
-            except lmdb.MapFullError as error:
-                self._grow(error)
-            except lmdb.Error as error:
-                raise OSError(f"{self.path!r}: the directory was not written ({error})") from error
-            else:
-                return
+        with self._lock:
+            while True:
+                try:
+                    with self._env.begin(write=True) as transaction:
+                        for key, body in entries.items():
+                            transaction.put(key, body + self._check(key, body))
+                except lmdb.MapFullError as error:
+                    self._grow(error)
+                except lmdb.Error as error:
+                    raise OSError(
+                        f"{self.path!r}: the directory was not written ({error})"
+                    ) from error
+                else:
+                    return
 
     def _grow(self, error: lmdb.Error) -> None:
         size = self._env.info()["map_size"] * 2
@@ -150,6 +190,32 @@ class Manifest:
     def close(self) -> None:
         """Close the environment. A second call does nothing."""
         self._env.close()
+
+
+class NoManifest(Manifest):
+    """Stands for a directory that is damaged, in a volume that is open for reading only."""
+
+    nbytes = 0
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, FOLDER)
+
+    def _entries(self) -> list[tuple[bytes, bytes | None]]:
+        return []
+
+    def known(self, segment: int, groups: Iterable[int]) -> Groups:
+        return Groups()
+
+    def close(self) -> None:
+        pass
+
+
+def group_of(key: bytes) -> tuple[int, int] | None:
+    """Segment and group that a key is about."""
+    if len(key) != _GROUP_KEY.size or key[:1] != b"g":
+        return None
+    _, segment, group = _GROUP_KEY.unpack(key)
+    return segment, group
 
 
 def _mapped_bytes(file: str) -> int:

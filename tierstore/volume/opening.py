@@ -7,6 +7,7 @@ taken as it is; of any other, each row speaks for itself.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from contextlib import suppress
@@ -25,8 +26,8 @@ from tierstore.identity import Facts
 from tierstore.io import read_fully, write_fully
 from tierstore.reads import AlignedBuffers
 from tierstore.volume.format import DEAD, FREE, GROUP, KEY_INLINE, LIVE, PAGE, row_check
-from tierstore.volume.lock import DirectoryLock
-from tierstore.volume.manifest import Commit, Groups, Manifest
+from tierstore.volume.lock import LOCK, DirectoryLock
+from tierstore.volume.manifest import FOLDER, Commit, Groups, Manifest, NoManifest
 from tierstore.volume.segment import SUFFIX, Segment
 
 if TYPE_CHECKING:
@@ -43,10 +44,14 @@ if TYPE_CHECKING:
 
 IDENTITY = "IDENTITY"
 SEGMENTS = "segments"
-_SEGMENT = re.compile(r"(\d{8})" + re.escape(SUFFIX))
+SEGMENT_NAME = re.compile(r"(\d{8})" + re.escape(SUFFIX))
 _IDENTITY_BYTES_MOST = 1 << 16
 _LEAST_DIRECTORY_BYTES = 1 << 16
 _SEGMENT_BYTES = (1 << 20, 1 << 34)
+_MOST_SEQUENCES = 1 << 63
+"""No store lives that long."""
+_NOT_THE_MEDIUM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Errors that say nothing about a file's content."""
 
 
 class Opening:
@@ -73,11 +78,16 @@ class Opening:
         self.is_clean = False
         self.older: Pointers = np.empty(0, np.int64)
         """Live rows of which a newer one has the same key."""
+        self.damaged: Pointers = np.empty(0, np.int64)
+        """Places whose rows are free here, but not yet in their tables."""
+        self.noticed: list[tuple[str, str]] = []
+        """Damage that was found: reason, and path."""
         self._io = io
         self._dropped = dropped
         self._is_strict = is_strict
         self._read_only = read_only
         self._most_bytes = capacity_bytes
+        self._check_room(parent, segment_bytes)
         self.directory = _namespace(io, parent, identity.folder, read_only=read_only)
         self.folder = os.path.join(self.directory, SEGMENTS)
         self.lock = DirectoryLock(self.directory, shared=read_only)
@@ -94,10 +104,15 @@ class Opening:
             self.lock.release()
             raise
 
-    def abandon(self) -> None:
-        """Give up what the constructor holds."""
-        self.manifest.close()
-        self.lock.release()
+    def _check_room(self, parent: str | os.PathLike[str], segment_bytes: int | None) -> None:
+        """Refuse what cannot be, before anything is made: another version, a useless capacity."""
+        path = os.path.join(_absolute(parent), self.identity.folder, IDENTITY)
+        with suppress(OSError):  # `_namespace` says what is wrong
+            facts = read_facts(self._io, path)
+            if facts is not None:
+                segments_in(self._most_bytes, facts.segment_bytes)
+            elif not os.path.lexists(path):
+                segments_in(self._most_bytes, _segment_bytes(self._most_bytes, segment_bytes))
 
     def _make_folder(self) -> None:
         if not self._read_only and SEGMENTS not in self._io.list(self.directory):
@@ -108,7 +123,7 @@ class Opening:
         """Regular files with the name of a segment, by number; all else is left alone."""
         names = {}
         for name in sorted(self._io.list(self.folder)):
-            match = _SEGMENT.fullmatch(name)
+            match = SEGMENT_NAME.fullmatch(name)
             path = os.path.join(self.folder, name)
             if match and os.path.isfile(path) and not os.path.islink(path):
                 names[int(match[1])] = path
@@ -128,9 +143,11 @@ class Opening:
                     manifest.close()
                     raise
             except CorruptBlockError:
-                if self._is_strict or self._read_only or attempt:
+                if self._is_strict or attempt:
                     raise
-                self._dropped["damaged directory"] += 1
+                self._complain(1, "damaged directory", os.path.join(self.directory, FOLDER))
+                if self._read_only:
+                    return NoManifest(self.directory), None, Groups()
                 Manifest.discard(self.directory)
             else:
                 self._complain(damaged, "damaged directory entry", manifest.path)
@@ -145,12 +162,13 @@ class Opening:
             )
         if count:
             self._dropped[reason] += count
+            self.noticed.append((reason, where))
 
     # Whose it is
 
     def _find_facts(self, segment_bytes: int | None) -> Facts:
         path = os.path.join(self.directory, IDENTITY)
-        facts = _read_facts(self._io, path)
+        facts = read_facts(self._io, path)
         if facts is not None:
             self.identity.check(facts.identity, repr(path))
             if segment_bytes not in (None, facts.segment_bytes):
@@ -211,8 +229,12 @@ class Opening:
                 if self._open_segment(segment, files, space):
                     live.append(self._read_table(segment, records, space))
             except OSError as error:
-                segment.close()
+                with suppress(OSError):
+                    segment.close()
+                if isinstance(error, CorruptBlockError) or error.errno in _NOT_THE_MEDIUM:
+                    raise
                 self._complain(1, "unreadable segment", f"{segment.path} ({error})")
+                self._give_up(segment, files, records)
         places = np.concatenate(live)
         self._read_long_keys(files, records, places)
         self.older = records.enter_newest(places)
@@ -222,11 +244,19 @@ class Opening:
         if not self._read_only:
             self._reserve(files, space)
 
+    def _give_up(self, segment: Segment, files: SegmentFiles, records: Records) -> None:
+        """Remove a file that cannot be read: once it can, it would bring back what is deleted."""
+        files.by_number.pop(segment.number, None)
+        records.segment[segment.places] = -1
+        if not self._read_only:
+            self._io.remove(segment.path)
+
     def _open_segment(self, segment: Segment, files: SegmentFiles, space: Space) -> bool:
         """Open a file and take it in; whether it has extents of this epoch."""
         size = segment.open(read_only=self._read_only)
         header = segment.read_header() if size >= PAGE else None
-        if header is None and size != segment.nbytes:
+        is_new = header is None and (size == 0 or (size >= PAGE and segment.is_new()))
+        if header is None and not is_new and size != segment.nbytes:
             segment.close()  # nothing of ours
             return False
         if header is not None and header.identity != self.identity.digest:
@@ -235,7 +265,7 @@ class Opening:
                 f"{segment.path!r} belongs to another store ({header.identity.hex()}, expected "
                 f"{self.identity.digest.hex()}): move it away"
             )
-        if header is None and not segment.is_new():
+        if header is None and not is_new:
             self._complain(1, "damaged segment header", segment.path)
         if size < segment.nbytes and not self._read_only:
             self._complain(1, "short segment", segment.path)
@@ -255,6 +285,7 @@ class Opening:
         is_bad = self._bad_rows(segment, records)
         self._complain(int(is_bad.sum()), "damaged row", segment.path)
         rows[is_bad] = np.zeros(1, rows.dtype)
+        self.damaged = np.append(self.damaged, np.flatnonzero(is_bad) + segment.first)
         state = rows["state"]
         live = np.flatnonzero(state == LIVE)
         space.add(segment, np.flatnonzero(state != LIVE) + segment.first)
@@ -269,7 +300,7 @@ class Opening:
             if is_known and known is not None and known[1] == segment.digest(group, records):
                 continue
             part = slice(group * GROUP, (group + 1) * GROUP)
-            bad = _failing(segment, records, part)
+            bad = failing_rows(segment, records, part)
             if is_known and self.is_clean and not bad.any():
                 # A whole table of right rows, but not the one that was synced: an older one.
                 self._complain(1, "stale table", segment.path)
@@ -317,7 +348,7 @@ def segments_in(capacity_bytes: int, segment_bytes: int) -> int:
     return most
 
 
-def _failing(segment: Segment, records: Records, part: slice) -> npt.NDArray[np.bool_]:
+def failing_rows(segment: Segment, records: Records, part: slice) -> npt.NDArray[np.bool_]:
     """Which rows of a group do not match their check, or say what cannot be."""
     rows = records.rows[segment.places][part]
     written = rows["sequence"] > 0
@@ -333,6 +364,9 @@ def _failing(segment: Segment, records: Records, part: slice) -> npt.NDArray[np.
         & (rows["key_bytes"] >= 1)
         & (rows["key_bytes"] <= 511)
         & np.isin(rows["state"], (LIVE, DEAD))
+        & (rows["sequence"] < _MOST_SEQUENCES)
+        & (rows["value_bytes"] <= segment.nbytes)
+        & ((rows["codec"] != 0) | (rows["value_bytes"] == rows["stored_bytes"]))
     )
     return is_bad | (written & ~is_possible)
 
@@ -340,6 +374,12 @@ def _failing(segment: Segment, records: Records, part: slice) -> npt.NDArray[np.
 def directory_bytes(capacity_bytes: int) -> int:
     """Most bytes that a volume of a capacity keeps for its directory."""
     return max(_LEAST_DIRECTORY_BYTES, capacity_bytes // 512)
+
+
+def capacity_of(segments: int, segment_bytes: int) -> int:
+    """The capacity that has room for so many segments and no more."""
+    nbytes = segments * segment_bytes
+    return nbytes + max(_LEAST_DIRECTORY_BYTES, -(-nbytes // 511))
 
 
 def _segment_bytes(capacity_bytes: int, asked: int | None) -> int:
@@ -355,7 +395,7 @@ def _segment_bytes(capacity_bytes: int, asked: int | None) -> int:
 
 def _namespace(io: FileIO, parent: str | os.PathLike[str], folder: str, *, read_only: bool) -> str:
     """The absolute path of a namespace's directory, made (0700) if it may be."""
-    root = Path(parent).absolute()
+    root = Path(_absolute(parent))
     try:
         if not read_only and not os.path.lexists(root):
             io.make_directory(str(root))
@@ -369,6 +409,7 @@ def _namespace(io: FileIO, parent: str | os.PathLike[str], folder: str, *, read_
                 f"{'nothing' if not os.path.lexists(directory) else 'something else'}"
             )
         io.list(str(directory))
+        _check_names(str(directory))
     except OSError as error:
         raise ConfigError(
             f"path={str(parent)!r} cannot hold a store ({error.strerror}): choose a directory that "
@@ -377,7 +418,35 @@ def _namespace(io: FileIO, parent: str | os.PathLike[str], folder: str, *, read_
     return str(directory)
 
 
-def _read_facts(io: FileIO, path: str) -> Facts | None:
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """Where a path leads now, whatever the working directory will be. ConfigError for no path."""
+    try:
+        found = os.path.abspath(path)
+    except TypeError as error:
+        raise ConfigError(f"path={path!r}: expected the path of a directory") from error
+    if not isinstance(found, str) or "\0" in found:
+        raise ConfigError(f"path={path!r}: expected the path of a directory")
+    return found
+
+
+def _check_names(directory: str) -> None:
+    """StoreMismatchError if a name of ours stands for something else, a link above all."""
+    for name, is_right in (
+        (IDENTITY, os.path.isfile),
+        (LOCK, os.path.isfile),
+        (SEGMENTS, os.path.isdir),
+        (FOLDER, os.path.isdir),
+    ):
+        path = os.path.join(directory, name)
+        if os.path.lexists(path) and (os.path.islink(path) or not is_right(path)):
+            raise StoreMismatchError(
+                f"{path!r} is not what a store keeps under that name: move it away, or choose "
+                "another directory"
+            )
+
+
+def read_facts(io: FileIO, path: str) -> Facts | None:
+    """What a file ``IDENTITY`` says; None if it is damaged or missing."""
     try:
         fd = io.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import keys as kernels
-from tierstore.volume.format import FREE, LIVE, ROW, ROW_BYTES
+from tierstore.volume.format import FREE, KEY_INLINE, LIVE, ROW, ROW_BYTES, KeyFields
 
 if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, Ids, Pointers
-    from tierstore.volume.format import KeyFields
 
 RECORD_BYTES = ROW_BYTES + 4 + 4 + 4 + 2
 """Bytes that each place takes in the columns here; the index takes 4 to 12 more."""
 
 _SMALLEST_INDEX = 64
+_LAST_TICK = (1 << 32) - 1
 
 
 class Records:
@@ -46,7 +46,7 @@ class Records:
         self._index: Ids = np.full(_SMALLEST_INDEX, -1, np.int32)
         self._runs: dict[int, list[int]] = {}
         self._size = 0
-        self._allocate(0)
+        self._allocate(1)  # so that place -1, which is nowhere, can be looked up
 
     def _allocate(self, places: int) -> None:
         old = self.__dict__.copy() if self._size else None
@@ -119,6 +119,12 @@ class Records:
         self.live += len(places) - lost
         return older[:lost].copy()
 
+    def rebuild(self) -> Pointers:
+        """Make the index anew from the rows; returns live places that a newer one supersedes."""
+        owned = np.flatnonzero(self.segment[: self._size] >= 0)
+        self.clear()
+        return self.enter_newest(owned[self.rows["state"][owned] == LIVE])
+
     def _reserve(self, count: int) -> None:
         need = (self.live + count) * 3 // 2
         if need <= len(self._index):
@@ -150,10 +156,29 @@ class Records:
         words = np.ascontiguousarray(self._words[places, kernels.FIELD : kernels.FIELD + 6])
         return words.view(np.uint8)
 
+    def fields(self, places: Pointers) -> KeyFields:
+        """The keys of places, to be looked for."""
+        own = KeyFields(self.key_bytes(places))
+        own.lengths = self.rows["key_bytes"][places].astype(np.uint64)
+        own.tails = {
+            position: self.long_keys.get(place, b"")
+            for position, place in enumerate(places.tolist())
+            if own.lengths[position] > KEY_INLINE
+        }
+        return own
+
     def touch(self, places: Pointers) -> None:
         """Note that records were used."""
+        if self.tick >= _LAST_TICK:
+            self._number_uses_anew()
         self.tick += 1
         self.used[places] = self.tick
+
+    def _number_uses_anew(self) -> None:
+        """Give uses the lowest ticks in the same order, before the counter runs over."""
+        ticks, ranks = np.unique(self.used, return_inverse=True)
+        self.used[:] = ranks
+        self.tick = len(ticks)
 
     def validate(self) -> None:
         """Assert the invariants; for tests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +12,9 @@ import xxhash
 
 from tierstore.errors import CapacityError
 from tierstore.io import DIRECT, read_fully, write_fully
+from tierstore.reads import AlignedBuffers
 from tierstore.sizes import format_size
-from tierstore.volume.format import GROUP, PAGE, ROW_BYTES, Header, place_binding
+from tierstore.volume.format import GROUP, PAGE, ROW, ROW_BYTES, Header, place_binding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +33,7 @@ class Segment:
 
     is_dirty: something was written since the last successful `sync`. dirty_groups: groups of rows
     that the directory does not know as they are. is_draining: cleared, but somebody still reads.
+    is_stale: blank, while its header on disk still shows records that were dropped.
     """
 
     def __init__(self, io: FileIO, directory: str, number: int, nbytes: int) -> None:
@@ -41,6 +44,7 @@ class Segment:
         self.forget()
         self.first = 0
         self.is_dirty = False
+        self.is_stale = False
         self._io = io
         self._fd = -1
         self.direct = -1
@@ -61,9 +65,12 @@ class Segment:
         self._fd = self._io.open(self.path, os.O_RDWR | os.O_CREAT)
         try:
             self._io.allocate(self._fd, 0, self.nbytes)
+            self._open_direct()
         except OSError as error:
-            self.close()
-            self._io.remove(self.path)
+            with suppress(OSError):
+                self.close()
+            with suppress(OSError):
+                self._io.remove(self.path)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise CapacityError(
@@ -71,7 +78,6 @@ class Segment:
                 f"{format_size(self._io.free_bytes(os.path.dirname(self.path)))} are free: free "
                 "disk space, or give the store less"
             ) from error
-        self._open_direct()
 
     def open(self, *, read_only: bool = False) -> int:
         """Open the file that is there; returns its size in bytes."""
@@ -99,6 +105,14 @@ class Segment:
         """Whether reads pass the page cache by."""
         return self.direct != self._fd
 
+    def is_in_place(self) -> bool:
+        """Whether its name still stands for the open file. FileNotFoundError if it is gone."""
+        return os.path.samestat(os.lstat(self.path), os.fstat(self._fd))
+
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._io.size(self._fd)
+
     def extend(self) -> None:
         """Reserve the bytes that a file which is too short lacks."""
         self._io.allocate(self._fd, 0, self.nbytes)
@@ -124,9 +138,13 @@ class Segment:
     def begin(self, header: Header) -> None:
         """Make the file one of so many empty extents."""
         write_fully(self._io, self._fd, [_ZEROS] * (header.data_offset // PAGE - 1), PAGE)
+        self.write_header(header)
+
+    def write_header(self, header: Header) -> None:
+        """Be a file with that header, on disk too; its rows stay as they are."""
         write_fully(self._io, self._fd, [header.encode()], 0)
         self.take(header)
-        self.is_dirty = True
+        self.is_dirty, self.is_stale = True, False
 
     def take(self, header: Header) -> None:
         """Be a file with that header."""
@@ -161,6 +179,13 @@ class Segment:
         rows = records.rows[first : min(first + GROUP, self.places.stop)]
         return xxhash.xxh3_128_digest(rows.view(np.uint8).data)
 
+    def rows_on_disk(self, first: int, count: int) -> npt.NDArray[np.void]:
+        """Rows of extents as the file has them now; `first` is a multiple of `GROUP`."""
+        size = count * ROW_BYTES
+        buffer = AlignedBuffers(-(-size // PAGE) * PAGE, 1).take()[0]
+        read_fully(self._io, self.direct, buffer, PAGE + first * ROW_BYTES)
+        return np.frombuffer(buffer[:size], ROW)
+
     # Extents
 
     def binding(self, place: int) -> bytes:
@@ -183,8 +208,9 @@ class Segment:
     def close(self) -> None:
         """Give up the descriptors. A second call does nothing."""
         fds, self._fd, self.direct = {self._fd, self.direct}, -1, -1
-        for fd in fds - {-1}:
-            self._io.close(fd)
+        with ExitStack() as closing:
+            for fd in fds - {-1}:
+                closing.callback(self._io.close, fd)
 
 
 def stored_digest(pieces: Sequence[memoryview | bytes]) -> bytes:

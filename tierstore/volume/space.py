@@ -88,6 +88,10 @@ class Space:
             [np.empty(0, np.int64), *(free.content() for free in self._free.values())]
         )
 
+    def forget(self, place: int, extent_bytes: int) -> None:
+        """Let a place not be free."""
+        self.free(extent_bytes).discard(slice(place, place + 1))
+
     def coldest(self, extent_bytes: int) -> Segment | None:
         """The segment whose latest use is longest ago among those that nobody has pinned.
 

@@ -6,7 +6,12 @@ found damaged is dropped and counted; it never comes back as bytes.
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import threading
+import time
+import weakref
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
-from tierstore.reads import AlignedBuffers
+from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.volume.check import Check, Finding
 from tierstore.volume.files import SegmentFiles
 from tierstore.volume.format import (
     DEAD,
@@ -30,6 +36,7 @@ from tierstore.volume.format import (
     row_check,
 )
 from tierstore.volume.health import Health
+from tierstore.volume.leftovers import Leftovers, discard_leftovers
 from tierstore.volume.manifest import Commit, Groups
 from tierstore.volume.opening import Opening, segments_in, write_facts
 from tierstore.volume.records import Records
@@ -37,12 +44,14 @@ from tierstore.volume.segment import stored_digest
 from tierstore.volume.space import Space
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Sequence
 
     from tierstore.identity import Identity
     from tierstore.interfaces import Pointers
     from tierstore.io import FileIO
+    from tierstore.volume.check import Progress
+    from tierstore.volume.lock import DirectoryLock
+    from tierstore.volume.manifest import Manifest
     from tierstore.volume.segment import Segment
 
 _KEPT = ("value_bytes", "codec", "valid")
@@ -53,13 +62,15 @@ _STATE_AT = ROW.fields["state"][1] if ROW.fields else 0
 class Stored:
     """Values as they are on disk: the bytes of each, how long each was before, and by which codec.
 
-    valid: uint32, blocks that each holds; 0 where that means nothing.
+    valid: uint32, blocks that each holds; 0 where that means nothing. least_bytes: room that each
+    takes at least.
     """
 
     pieces: Sequence[memoryview]
     value_bytes: Sequence[int]
     codec: int
     valid: Sequence[int] | None = None
+    least_bytes: int = 0
 
 
 class Volume:
@@ -88,6 +99,8 @@ class Volume:
         threads: int = 16,
         evicts: bool = True,
     ) -> None:
+        if not isinstance(threads, int) or threads < 0:
+            raise ConfigError(f"threads={threads!r}: expected a number of threads, 0 or more")
         self._evicts = evicts
         self.lock = threading.RLock()
         self.identity = identity
@@ -103,6 +116,7 @@ class Volume:
         self._space = Space(self.records)
         self._syncing = threading.Lock()
         self._syncs_begun = self._syncs_done = 0
+        self._is_identity_sure = True
         opening = Opening(
             parent, identity, capacity_bytes, segment_bytes, io, read_only=read_only,
             is_strict=recovery == "strict", dropped=self.dropped,
@@ -112,15 +126,20 @@ class Volume:
             io, opening.folder, identity.digest, opening.facts.segment_bytes, self.records,
             self._space, self.health, threads=threads,
         )  # fmt: skip
+        self._end = weakref.finalize(
+            self, _let_go, os.getpid(), self.files, opening.manifest, opening.lock
+        )
+        self._end.atexit = False
         try:
             opening.fill(self.files, self.records, self._space)
             self.facts = opening.facts
-            self._lock_file, self._manifest = opening.lock, opening.manifest
+            self._manifest = opening.manifest
             self._sequence, self._is_clean = opening.sequence, opening.is_clean
+            self.noticed = opening.noticed
             self.kill(opening.older, "superseded")
+            self.write_rows(opening.damaged)
         except BaseException:
-            self.files.close(1.0)
-            opening.abandon()
+            self._end()
             raise
 
     # Facts
@@ -183,28 +202,35 @@ class Volume:
         pieces = [[piece] for piece in stored.pieces]
         for i, key in keys.tails.items():
             pieces[i].append(memoryview(key))
-        sizes = [sum(map(len, own)) for own in pieces]
+        sizes = [max(sum(map(len, own)), stored.least_bytes) for own in pieces]
+        until = math.inf if deadline is None else time.monotonic() + deadline
         with self.locked(deadline):
             self.check_writable()
             epoch = self.facts.epoch
-            places = self._reserve(sizes)
+            places = self._reserve(sizes, stored.value_bytes)
             first, self._sequence = self._sequence, self._sequence + len(sizes)
-        rows = self._rows(keys, stored, pieces, places, first)
-        failed = self.files.write(places, pieces)
-        self._io.reached("put.after_payload")
+        try:
+            rows = self._rows(keys, stored, pieces, places, first)
+            failed = self.files.write(places, pieces)
+            self._io.reached("put.after_payload")
+        except BaseException:
+            self.let_go(places[places >= 0])
+            raise
         with self.lock:
-            self._refuse(places, failed)
+            lost = np.flatnonzero((places >= 0) & (self.records.segment[places] < 0))
+            self._refuse(places, "io", sorted({*failed, *lost.tolist()}))
+            if time.monotonic() > until:
+                self._refuse(places, "deadline", np.flatnonzero(places >= 0).tolist())
             return self._publish(keys, places, rows, epoch)
 
-    def _reserve(self, sizes: list[int]) -> Pointers:
+    def _reserve(self, sizes: list[int], value_bytes: Sequence[int]) -> Pointers:
         """A pinned place for each payload, -1 where it is refused."""
         places: Pointers = np.full(len(sizes), -1, np.int64)
         classes = np.array([extent_size(size) for size in sizes], np.int64)
-        for size in np.unique(classes).tolist():
-            wanted = np.flatnonzero(classes == size)
-            if size > self.largest:
-                self.refused["too large"] += len(wanted)
-                continue
+        is_large = (classes > self.largest) | (np.array(value_bytes) > self.files.nbytes)
+        self.refused["too large"] += int(is_large.sum())
+        for size in np.unique(classes[~is_large]).tolist():
+            wanted = np.flatnonzero((classes == size) & ~is_large)
             found = self._take(size, len(wanted))
             self.records.pins[found] = 1
             places[wanted[: len(found)]] = found
@@ -217,17 +243,17 @@ class Volume:
         taken = [self._space.free(size).pop(count)]
         while (missing := count - sum(map(len, taken))) > 0 and self._make_room(size, missing):
             taken.append(self._space.free(size).pop(missing))
-        return np.concatenate(taken)
+        found = np.concatenate(taken)
+        return found[self.records.segment[found] >= 0]  # a file may have failed meanwhile
 
     def _make_room(self, size: int, count: int) -> bool:
-        """Free places of a size, or find a file unusable; False if nothing may leave."""
+        """Free places of a size; False if nothing may leave, or a file takes no header."""
         self.files.collect()
         if not self._space.blank and self._evicts:
             self._empty_coldest(size)
         if self._space.blank:
             self._sequence += 1
-            self.files.begin(size, self.facts.epoch, self._sequence - 1)
-            return True
+            return self.files.begin(size, self.facts.epoch, self._sequence - 1)
         if not self._evicts:
             return False
         victims = self._space.victims(size, count)
@@ -252,16 +278,18 @@ class Volume:
         done = [bytes(ROW_BYTES)] * n
         for i in np.flatnonzero(places >= 0).tolist():
             place = int(places[i])
-            binding = self.files.of(place).binding(place)
+            if (segment := self.files.owner(place)) is None:
+                continue
+            binding = segment.binding(place)
             row = rows[i].tobytes()
             checksum = payload_checksum(stored_digest(pieces[i]), row, binding)
             done[i] = _sealed(row[:8] + checksum + row[24:], binding)
         return np.frombuffer(b"".join(done), ROW)
 
-    def _refuse(self, places: Pointers, positions: list[int]) -> None:
-        """Give back the places of payloads that could not be written."""
+    def _refuse(self, places: Pointers, reason: str, positions: list[int]) -> None:
+        """Give back the places of payloads that are not to be seen."""
         if positions:
-            self.refused["io"] += len(positions)
+            self.refused[reason] += len(positions)
             self.unpin(places[positions])
             places[positions] = -1
 
@@ -285,7 +313,7 @@ class Volume:
         self.records.rows[new] = rows[fresh]
         for i in keys.tails.keys() & set(fresh.tolist()):
             self.records.long_keys[int(places[i])] = keys.tails[i]
-        self._write_rows(new)
+        self.write_rows(new)
         self.kill(old[(old >= 0) & self._is_live(new)], "overwritten")
         # A segment that failed meanwhile has dropped what it held.
         fine = self._is_live(new)
@@ -302,7 +330,8 @@ class Volume:
         is_live: npt.NDArray[np.bool_] = self.records.rows["state"][places] == LIVE
         return is_live
 
-    def _write_rows(self, places: Pointers) -> None:
+    def write_rows(self, places: Pointers) -> None:
+        """Bring rows to disk as they are in memory; a file that refuses them is given up."""
         if self.is_read_only:
             return
         with suppress(OSError):  # the tables would be taken for damaged: a loss, never a lie
@@ -316,10 +345,11 @@ class Volume:
     # Removing
 
     def kill(self, places: Pointers, reason: str) -> None:
-        """Drop live records, in memory and in their tables; `reason` is counted.
+        """Drop those records that are live, in memory and in their tables; `reason` is counted.
 
         Pinned places stay as they are until they are unpinned.
         """
+        places = places[self._is_live(places)]
         if not len(places):
             return
         dead = []
@@ -329,7 +359,7 @@ class Volume:
             dead.append(_sealed(bytes(row), self.files.of(place).binding(place)))
         self._withdraw(places, reason)
         self.records.rows[places] = np.frombuffer(b"".join(dead), ROW)
-        self._write_rows(places)
+        self.write_rows(places)
         self._free(places[self.records.pins[places] == 0])
 
     def forget(self, places: Pointers, reason: str) -> None:
@@ -378,7 +408,9 @@ class Volume:
             facts = replace(self.facts, epoch=self.facts.epoch + 1)
             commit = Commit(facts.epoch, self._sequence, is_clean=False)
             self.health.call(self._manifest.commit, commit, {})
+            self._is_identity_sure = False
             self.health.call(write_facts, self._io, self.directory, facts)
+            self._is_identity_sure = True
             self._io.reached("clear.after_facts")
             self.facts = facts
             self.forget(self.records.live_places(), "cleared")
@@ -437,6 +469,9 @@ class Volume:
             commit = Commit(self.facts.epoch, self._sequence, is_clean)
             for segment in dirty:
                 segment.is_dirty = False
+        if not self._is_identity_sure:  # a `clear` failed, and its epoch may be on disk
+            self.health.call(write_facts, self._io, self.directory, self.facts)
+            self._is_identity_sure = True
         self._io.reached("sync.before_files")
         failures: list[tuple[Segment, OSError]] = []
         for segment in dirty:
@@ -476,7 +511,7 @@ class Volume:
         with self.lock:
             for segment, _ in failures:
                 if self.files.by_number.get(segment.number) is segment:
-                    self._rescue(segment)
+                    self.replace(segment)
         number, error = failures[0][0].number, failures[0][1]
         raise OSError(
             error.errno,
@@ -485,7 +520,8 @@ class Volume:
             "files, so call sync() again",
         ) from error
 
-    def _rescue(self, segment: Segment) -> None:
+    def replace(self, segment: Segment) -> None:
+        """Move what can be read of a segment elsewhere, and put a new file in its place."""
         live = self.files.live(segment)
         self.records.pins[live] += 1
         saved: list[tuple[bytes, memoryview, npt.NDArray[np.void]]] = []
@@ -521,9 +557,20 @@ class Volume:
 
         A record found damaged is dropped. Outcomes: CorruptBlockError, OSError, LateReadError.
         """
-        with self.locked(deadline):
-            requests = self.files.reads(places, buffers)
-        outcomes = self.files.perform(requests, deadline)
+        until = None if deadline is None else time.monotonic() + deadline
+        lost = TierOfflineError(errno.EIO, f"{self.directory!r}: the file, or the disk, failed")
+        outcomes: list[Exception | None] = [lost] * len(places)
+        if self.health.is_offline:
+            return outcomes
+        try:
+            with self.locked(deadline):
+                there = [i for i, place in enumerate(places) if self.records.segment[place] >= 0]
+                requests = self.files.reads([places[i] for i in there], [buffers[i] for i in there])
+        except TierOfflineError as error:
+            return [LateReadError(str(error), None)] * len(places)
+        left = None if until is None else max(0.0, until - time.monotonic())
+        for i, outcome in zip(there, self.files.perform(requests, left), strict=True):
+            outcomes[i] = outcome
         bad = [
             place
             for place, outcome in zip(places, outcomes, strict=True)
@@ -536,7 +583,7 @@ class Volume:
         """Drop those records of them that are still live."""
         if len(places):
             with self.lock:
-                self.kill(places[self._is_live(places)], reason)
+                self.kill(places, reason)
 
     # The end
 
@@ -553,16 +600,13 @@ class Volume:
                     self._sync(is_clean=True)
         finally:
             self.files.close(deadline)
-            self._manifest.close()
-            self._lock_file.release()
+            self._end()
 
     def abandon(self) -> None:
         """Give up the directory without a sync, for files that are about to be removed."""
         with self.lock:
             self.is_closed = True
-        self.files.close(1.0)
-        self._manifest.close()
-        self._lock_file.release()
+        self._end()
 
     def validate(self) -> None:
         """Assert every invariant; for tests."""
@@ -572,6 +616,38 @@ class Volume:
             assert len(np.unique(free)) == len(free), "a place is free twice"
             assert not self._is_live(free).any(), "a live place is free"
             assert not self.records.pins[free].any(), "a pinned place is free"
+
+    def check(self, *, fix: bool, progress: Progress | None = None) -> list[Finding]:
+        """Compare disk, directory and memory, and verify every payload; see `KeyedStore.check`."""
+        if fix:
+            self.check_writable()
+        check = Check(self, self._space, self._manifest, self._io, fix=fix)
+        check.run(progress)
+        if fix:
+            self.sync()
+        return check.findings
+
+    def discard_leftovers(self) -> Leftovers:
+        """Remove from disk what was cleared or evicted, as far as whole files hold nothing else."""
+        self.check_writable()
+        with self.lock:
+            found = discard_leftovers(self, self._space, self._manifest, self._io)
+        self.sync()
+        return found
+
+    def verify(self, progress: Progress | None = None) -> list[Finding]:
+        """Verify every payload; what is damaged stays."""
+        check = Check(self, self._space, self._manifest, self._io, fix=False)
+        check.verify(progress)
+        return check.findings
+
+
+def _let_go(process: int, files: SegmentFiles, manifest: Manifest, lock: DirectoryLock) -> None:
+    """Give up what a volume holds, unless this is a fork of its process, which has it too."""
+    if os.getpid() == process:
+        files.close(1.0)
+        manifest.close()
+        lock.release()
 
 
 def _sealed(row: bytes, binding: bytes) -> bytes:

@@ -1,0 +1,489 @@
+"""Whether a volume is what it should be: its files, tables, directory, memory and payloads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import CorruptBlockError, StoreMismatchError
+from tierstore.io import read_fully
+from tierstore.reads import AlignedBuffers
+from tierstore.volume.format import (
+    DEAD,
+    FREE,
+    GROUP,
+    KEY_INLINE,
+    LIVE,
+    MAGIC,
+    PAGE,
+    Header,
+)
+from tierstore.volume.lock import LOCK
+from tierstore.volume.manifest import FOLDER, group_of
+from tierstore.volume.opening import (
+    IDENTITY,
+    SEGMENT_NAME,
+    SEGMENTS,
+    failing_rows,
+    read_facts,
+    write_facts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+    from tierstore.interfaces import Pointers
+    from tierstore.io import FileIO
+    from tierstore.volume.manifest import Manifest
+    from tierstore.volume.segment import Segment
+    from tierstore.volume.space import Space
+    from tierstore.volume.volume import Volume
+
+    Progress = Callable[[int, int], None]
+    """Told how many bytes of payloads are verified, of how many."""
+
+FOREIGN = "foreign"
+_ROWS_AT_ONCE = 64 * GROUP
+_BYTES_AT_ONCE = 1 << 24
+_MOST_OF_A_KIND = 100
+"""Findings of one kind in one file that are listed; the rest are counted."""
+
+_FILES = {"": {IDENTITY, LOCK}, SEGMENTS: set[str](), FOLDER: {"data.mdb", "lock.mdb"}}
+_FOLDERS = {SEGMENTS, FOLDER}
+_OPENING_KINDS = {
+    "damaged identity": "identity",
+    "damaged directory": "directory",
+    "short segment": "short",
+    "stale table": "stale",
+}
+"""What opening repairs, so that nothing shows it afterwards. Other damage is found again here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something in a store that is not as it should be.
+
+    kind
+        ``identity``, ``directory``, ``header``, ``row``, ``stale`` (a table from before the latest
+        sync), ``payload``, ``unreadable``, ``missing``, ``short`` and ``long`` (files),
+        ``leftover``, ``permissions``, ``index`` and ``space`` (memory), ``foreign``.
+    path
+        file or directory.
+    extent
+        number of the extent in a segment file, -1 where it is about all of it.
+    is_fixed
+        it was repaired, or what was damaged was dropped. What is foreign never is.
+    """
+
+    kind: str
+    path: str
+    extent: int
+    message: str
+    is_fixed: bool
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the store itself is concerned, and not a file that is none of its own."""
+        return self.kind != FOREIGN
+
+
+class Check:
+    """One check of an open volume. The store goes on serving: the lock is held for parts of it.
+
+    Everything is read once: the time is that of reading the disk, memory does not grow with it.
+    With `fix`, what is damaged is dropped, and disk and directory are brought to what memory says.
+    """
+
+    def __init__(
+        self, volume: Volume, space: Space, manifest: Manifest, io: FileIO, *, fix: bool
+    ) -> None:
+        self._volume, self._space, self._manifest, self._io = volume, space, manifest, io
+        self._records, self._files = volume.records, volume.files
+        self._fix = fix
+        self._found: list[Finding] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, in order of the search."""
+        rest = [
+            Finding(kind, path, -1, f"{count - _MOST_OF_A_KIND} more of this kind", self._fix)
+            for (kind, path), count in self._counts.items()
+            if count > _MOST_OF_A_KIND
+        ]
+        return self._found + rest
+
+    def _note(
+        self, kind: str, path: str, message: str, extent: int = -1, *, is_fixed: bool | None = None
+    ) -> None:
+        self._counts[kind, path] += 1
+        if self._counts[kind, path] <= _MOST_OF_A_KIND:
+            is_fixed = self._fix if is_fixed is None else is_fixed
+            self._found.append(Finding(kind, path, extent, message, is_fixed))
+
+    def run(self, progress: Progress | None) -> None:
+        """Check everything."""
+        with self._volume.lock:
+            self._note_opening()
+            self._check_folders()
+            self._check_facts()
+            for segment in list(self._files.by_number.values()):
+                self._check_segment(segment)
+            self._check_directory()
+        for segment, header in self._used():
+            self._check_table(segment, header)
+        with self._volume.lock:
+            self._check_index()
+            self._check_space()
+        self.verify(progress)
+
+    # Files
+
+    def _note_opening(self) -> None:
+        is_fixed = not self._volume.is_read_only
+        for reason, path in self._volume.noticed:
+            if reason in _OPENING_KINDS:
+                message = f"{reason}: found when the store was opened"
+                self._note(_OPENING_KINDS[reason], path, message, is_fixed=is_fixed)
+        if self._fix:
+            self._volume.noticed.clear()
+
+    def _check_folders(self) -> None:
+        self._check_mode(self._volume.directory, 0o700)
+        for folder, files in _FILES.items():
+            path = os.path.join(self._volume.directory, folder).rstrip("/")
+            if not os.path.isdir(path):
+                continue  # opening has said so
+            for name in sorted(self._io.list(path)):
+                self._check_name(os.path.join(path, name), name, folder, files)
+
+    def _check_name(self, path: str, name: str, folder: str, files: set[str]) -> None:
+        try:
+            kind = os.lstat(path).st_mode
+        except FileNotFoundError:
+            return
+        match = SEGMENT_NAME.fullmatch(name) if folder == SEGMENTS else None
+        if stat.S_ISDIR(kind) and folder == "" and name in _FOLDERS:
+            self._check_mode(path, 0o700)
+        elif stat.S_ISREG(kind) and (name in files or match):
+            self._check_mode(path, 0o600)
+            if match and int(match[1]) not in self._files.by_number:
+                self._check_unused(path)
+        elif stat.S_ISREG(kind) and folder == "" and name == IDENTITY + ".new":
+            self._note("leftover", path, "is of a clear() that did not finish")
+            if self._fix:
+                self._io.remove(path)
+        else:
+            self._note(FOREIGN, path, "is no part of the store: move it away", is_fixed=False)
+
+    def _check_mode(self, path: str, expected: int) -> None:
+        found = stat.S_IMODE(os.lstat(path).st_mode)
+        if found & 0o077:
+            self._note("permissions", path, f"has mode {found:04o}, expected {expected:04o}")
+            if self._fix:
+                os.chmod(path, expected)
+
+    def _check_unused(self, path: str) -> None:
+        """A file with the name of a segment that opening did not take."""
+        start = bytearray(len(MAGIC))
+        try:
+            fd = self._io.open(path, os.O_RDONLY)
+            try:
+                read_fully(self._io, fd, start, 0)
+            finally:
+                self._io.close(fd)
+        except OSError as error:
+            self._note("unreadable", path, f"could not be opened ({error})")
+        else:
+            if start != MAGIC:
+                self._note(FOREIGN, path, "is named like a segment and is none", is_fixed=False)
+                return
+            self._note("short", path, "was too short, or unreadable, when the store was opened")
+        if self._fix:
+            self._io.remove(path)
+
+    def _check_facts(self) -> None:
+        path = os.path.join(self._volume.directory, IDENTITY)
+        try:
+            facts = read_facts(self._io, path)
+        except StoreMismatchError:
+            facts = None
+        if facts != self._volume.facts:
+            self._note("identity", path, "is damaged, or not that of this store")
+            if self._fix:
+                write_facts(self._io, self._volume.directory, self._volume.facts)
+
+    def _check_segment(self, segment: Segment) -> None:
+        try:
+            if not segment.is_in_place():
+                self._replace(segment, "is another file than when the store was opened")
+                return
+            if self._has_header(segment):
+                self._check_header(segment)
+        except FileNotFoundError:
+            self._replace(segment, "is gone")
+        except OSError as error:
+            self._note("unreadable", segment.path, f"cannot be read ({error})", is_fixed=False)
+
+    def _replace(self, segment: Segment, message: str) -> None:
+        self._note("missing", segment.path, message)
+        if self._fix and segment.is_blank:
+            self._files.empty(segment)
+        elif self._fix:
+            self._volume.replace(segment)
+
+    def _has_header(self, segment: Segment) -> bool:
+        """Whether a file is long enough for a header, after its size was checked."""
+        size = segment.size()
+        if size != segment.nbytes:
+            kind = "short" if size < segment.nbytes else "long"
+            self._note(kind, segment.path, f"has {size} bytes, expected {segment.nbytes}")
+            if self._fix:
+                (segment.extend if kind == "short" else segment.cut)()
+        return self._fix or size >= PAGE
+
+    def _check_header(self, segment: Segment) -> None:
+        try:
+            found = segment.read_header()
+        except StoreMismatchError:
+            found = None
+        if segment.is_draining:
+            return
+        if segment.is_blank:
+            is_right = segment.is_new() if found is None else not self._is_of_now(found)
+            message = "has a damaged header" if found is None else "shows values that are gone"
+        else:
+            is_right, message = found == segment.header, "has a header that is not its own"
+        if is_right:
+            return
+        self._note("header", segment.path, message)
+        if self._fix and segment.is_blank:
+            segment.write_header(Header(self._volume.identity.digest, 0, segment.number, 0, 0, 0))
+            segment.forget()
+        elif self._fix:
+            segment.write_header(segment.header)
+
+    def _is_of_now(self, header: Header) -> bool:
+        return header.extents > 0 and header.epoch == self._volume.facts.epoch
+
+    # Tables and directory
+
+    def _check_directory(self) -> None:
+        damaged = self._manifest.damaged_keys()
+        for key in damaged:
+            self._note("directory", self._manifest.path, f"entry {key.hex()} is damaged")
+        if self._fix and damaged:
+            self._manifest.remove(damaged)
+            for number, group in filter(None, map(group_of, damaged)):
+                if number in self._files.by_number:
+                    self._files.by_number[number].dirty_groups.add(group)
+
+    def _used(self) -> Iterator[tuple[Segment, Header]]:
+        """Segments with extents, and their headers as of now."""
+        for segment in list(self._files.by_number.values()):
+            with self._volume.lock:
+                header = segment.header
+                is_used = not segment.is_blank and not segment.is_draining
+            if is_used:
+                yield segment, header
+
+    def _is_as(self, segment: Segment, header: Header) -> bool:
+        """Whether a segment has not been emptied meanwhile."""
+        is_ours = self._files.by_number.get(segment.number) is segment
+        return is_ours and segment.header is header and not segment.is_draining
+
+    def _check_table(self, segment: Segment, header: Header) -> None:
+        for first in range(0, header.extents, _ROWS_AT_ONCE):
+            part = slice(first, min(first + _ROWS_AT_ONCE, header.extents))
+            with self._volume.lock:
+                if not self._is_as(segment, header):
+                    return
+                self._check_checks(segment, part)
+                if not self._is_as(segment, header):
+                    return
+                self._check_rows(segment, part)
+                self._check_groups(segment, part)
+
+    def _check_checks(self, segment: Segment, part: slice) -> None:
+        """Rows in memory, which a good digest may have vouched for, against their own checks."""
+        bad = np.flatnonzero(failing_rows(segment, self._records, part)) + part.start
+        for extent in bad.tolist():
+            self._note("row", segment.path, "a row does not match its check", extent)
+        if self._fix and len(bad):
+            self._drop(bad + segment.first)
+
+    def _drop(self, places: Pointers) -> None:
+        """Drop what is live of these, and make the rows of the others empty."""
+        is_live = self._records.rows["state"][places] == LIVE
+        self._volume.kill(places[is_live], "corrupt")
+        self._records.rows[places[~is_live]] = np.zeros(1, self._records.rows.dtype)
+        self._volume.write_rows(places[~is_live])
+
+    def _check_rows(self, segment: Segment, part: slice) -> None:
+        """Rows on disk against those in memory."""
+        memory = self._records.rows[segment.places][part]
+        try:
+            disk = segment.rows_on_disk(part.start, len(memory))
+        except OSError as error:
+            self._note("unreadable", segment.path, f"{len(memory)} rows ({error})", part.start)
+            differs = np.ones(len(memory), np.bool_)
+        else:
+            differs = (_bytes(disk) != _bytes(memory)).any(axis=1)
+            if self._volume.is_read_only:  # memory alone knows that a newer one is elsewhere
+                is_older = (disk["state"] == LIVE) & (memory["state"] == DEAD)
+                differs &= ~is_older | (disk["sequence"] != memory["sequence"])
+            for i in np.flatnonzero(differs).tolist():
+                self._note("row", segment.path, _difference(memory[i]), part.start + i)
+        if self._fix:
+            self._volume.write_rows(np.flatnonzero(differs) + segment.first + part.start)
+
+    def _check_groups(self, segment: Segment, part: slice) -> None:
+        groups = set(range(part.start // GROUP, -(-part.stop // GROUP))) - segment.dirty_groups
+        known = self._manifest.known(segment.number, groups)
+        for group in sorted(groups):
+            expected = segment.header.generation, segment.digest(group, self._records)
+            if known.get((segment.number, group)) != expected:
+                message = f"rows {group * GROUP} and up of segment {segment.number} are unknown"
+                self._note("directory", self._manifest.path, message)
+                if self._fix:
+                    segment.dirty_groups.add(group)
+
+    # Memory
+
+    def _check_index(self) -> None:
+        """Each live row, and no other row with its key, is found under its key."""
+        lost = 0
+        for segment, _ in self._used():
+            live = self._files.live(segment)
+            for start in range(0, len(live), _ROWS_AT_ONCE):
+                part = live[start : start + _ROWS_AT_ONCE]
+                lost += int((self._records.find(self._records.fields(part)) != part).sum())
+        if lost:
+            self._note("index", self._volume.directory, f"{lost} values are not found by their key")
+            if self._fix:
+                self._volume.kill(self._records.rebuild(), "superseded")
+
+    def _check_space(self) -> None:
+        """Each place is live, pinned, or free once."""
+        records = self._records
+        free = np.bincount(self._space.all_free(), minlength=len(records.rows))
+        for segment, header in self._used():
+            run = segment.places
+            held = (records.rows["state"][run] == LIVE) | (records.pins[run] > 0)
+            expected = np.where(held, 0, 1)
+            wrong = np.flatnonzero(free[run] != expected)
+            for extent in wrong.tolist():
+                count = int(free[run][extent])
+                message = f"is free {count} times, expected {expected[extent]}"
+                self._note("space", segment.path, message, extent)
+            if self._fix and len(wrong):
+                for place in (wrong + segment.first).tolist():
+                    self._space.forget(place, header.extent_bytes)
+                unheld = wrong[expected[wrong] == 1] + segment.first
+                self._space.free(header.extent_bytes).push(unheld)
+
+    # Payloads
+
+    def verify(self, progress: Progress | None) -> None:
+        """Read every payload and compare it with its checksum."""
+        with self._volume.lock:
+            total = sum(
+                int(self._sizes(self._files.live(segment)).sum()) for segment, _ in self._used()
+            )
+        done = 0
+        for places in self._pinned_parts():
+            for batch, buffers in self._batches(places):
+                done += int(self._sizes(np.array(batch)).sum())
+                self._verify_some(batch, buffers)
+                if progress is not None:
+                    progress(done, max(done, total))
+
+    def _sizes(self, places: Pointers) -> npt.NDArray[np.int64]:
+        rows = self._records.rows[places]
+        long_keys = np.where(rows["key_bytes"] > KEY_INLINE, rows["key_bytes"], 0)
+        return rows["stored_bytes"].astype(np.int64) + long_keys
+
+    def _pinned_parts(self) -> Iterator[Pointers]:
+        """Live places, some at a time, pinned until the next are asked for."""
+        for segment, header in self._used():
+            for first in range(0, header.extents, _ROWS_AT_ONCE):
+                with self._volume.lock:
+                    if not self._is_as(segment, header):
+                        break
+                    live = self._files.live(segment) - segment.first
+                    chosen = live[(live >= first) & (live < first + _ROWS_AT_ONCE)]
+                    places = chosen + segment.first
+                    self._volume.pin(places)
+                try:
+                    yield places
+                finally:
+                    self._volume.let_go(places)
+
+    def _batches(self, places: Pointers) -> Iterator[tuple[list[int], list[memoryview]]]:
+        """Places with buffers for their payloads, all in one piece of memory."""
+        rooms = np.maximum(-(-self._sizes(places) // PAGE) * PAGE, PAGE).tolist()
+        memory = AlignedBuffers(max(_BYTES_AT_ONCE, *rooms, 0), 1).take()[0] if rooms else None
+        batch: list[int] = []
+        buffers: list[memoryview] = []
+        used = 0
+        for place, room in zip(places.tolist(), rooms, strict=True):
+            assert memory is not None
+            if used + room > len(memory):
+                yield batch, buffers
+                batch, buffers, used = [], [], 0
+            batch.append(place)
+            buffers.append(memory[used : used + room])
+            used += room
+        if batch:
+            yield batch, buffers
+
+    def _verify_some(self, places: list[int], buffers: list[memoryview]) -> None:
+        with self._volume.lock:
+            if (self._records.segment[places] < 0).any():
+                return  # the file failed meanwhile, and what it held was dropped
+            requests = self._files.reads(places, buffers)
+        outcomes = self._files.perform(requests, None)
+        damaged = []
+        with self._volume.lock:
+            for place, buffer, outcome in zip(places, buffers, outcomes, strict=True):
+                if self._records.rows["state"][place] != LIVE:
+                    continue
+                problem = self._problem(place, buffer, outcome)
+                if problem is not None:
+                    segment = self._files.of(place)
+                    self._note(*problem, extent=place - segment.first)
+                    damaged.append(place)
+            if self._fix:
+                self._volume.kill(np.array(damaged, np.int64), "corrupt")
+
+    def _problem(
+        self, place: int, buffer: memoryview, outcome: Exception | None
+    ) -> tuple[str, str, str] | None:
+        """Kind, path and message of what is wrong with a payload that was read."""
+        path, size = self._files.of(place).path, self._files.disk_bytes(place)
+        if isinstance(outcome, CorruptBlockError):
+            return "payload", path, f"{size} bytes do not match their checksum"
+        if outcome is not None:
+            return "unreadable", path, f"{size} bytes cannot be read ({outcome})"
+        row = self._records.rows[place]
+        start = int(row["stored_bytes"])
+        if start < size and self._records.long_keys.get(place) != buffer[start:size]:
+            return "index", path, "the key in memory is not the one on disk"
+        return None
+
+
+def _bytes(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+
+
+def _difference(memory: np.void) -> str:
+    if memory["state"] == FREE:
+        return "a row is damaged or old: its value is lost"
+    return "a row in the table is not the one in memory"

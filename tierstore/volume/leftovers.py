@@ -1,0 +1,87 @@
+"""What earlier epochs and unfinished operations left on disk, and how to be rid of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
+from tierstore.volume.lock import LOCK, DirectoryLock
+from tierstore.volume.manifest import FOLDER, group_of
+from tierstore.volume.opening import IDENTITY, SEGMENT_NAME, SEGMENTS
+
+if TYPE_CHECKING:
+    from tierstore.io import FileIO
+    from tierstore.volume.manifest import Manifest
+    from tierstore.volume.space import Space
+    from tierstore.volume.volume import Volume
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What was removed: segment files made empty, entries of the directory, unfinished files."""
+
+    segments: int
+    segment_bytes: int
+    entries: int
+    files: int
+
+
+def discard_leftovers(volume: Volume, space: Space, manifest: Manifest, io: FileIO) -> Leftovers:
+    """Have new files in place of blank ones that still have old bytes; `lock` must be held.
+
+    Also removes entries of the directory for them, and ``IDENTITY.new``.
+    """
+    used = [segment for segment in space.blank if not segment.is_new()]
+    for segment in used:
+        volume.files.empty(segment)
+    entries = [key for key in manifest.all_keys() if _is_stale(key, volume)]
+    manifest.remove(entries)
+    unfinished = os.path.join(volume.directory, IDENTITY + ".new")
+    has_unfinished = os.path.lexists(unfinished)
+    if has_unfinished:
+        io.remove(unfinished)
+    return Leftovers(
+        len(used), sum(segment.nbytes for segment in used), len(entries), int(has_unfinished)
+    )
+
+
+def _is_stale(key: bytes, volume: Volume) -> bool:
+    about = group_of(key)
+    if about is None:
+        return False
+    segment = volume.files.by_number.get(about[0])
+    return segment is None or segment.is_blank
+
+
+def remove_namespace(directory: str) -> None:
+    """Remove all that a namespace has on disk.
+
+    StoreLockedError if it is open, ConfigError if other files are in it; those are left.
+    """
+    lock = DirectoryLock(directory)
+    try:
+        # IDENTITY goes last: until then it is a store, with less and less in it.
+        _remove(os.path.join(directory, SEGMENTS), SEGMENT_NAME.pattern)
+        _remove(os.path.join(directory, FOLDER), r"(data|lock)\.mdb")
+        _remove(directory, rf"{IDENTITY}(\.new)?|{LOCK}")
+    except OSError as error:
+        raise ConfigError(
+            f"{directory!r} cannot be removed whole ({error}): move away what is not of the store, "
+            "and repeat"
+        ) from error
+    finally:
+        lock.release()
+
+
+def _remove(folder: str, own: str) -> None:
+    """Remove the files with names of our own, and then the folder."""
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        if re.fullmatch(own, name) and os.path.isfile(path) and not os.path.islink(path):
+            os.unlink(path)
+    with suppress(FileNotFoundError):
+        os.rmdir(folder)
