@@ -1,9 +1,10 @@
 """A hash index over key fields of packed rows: which row holds a key.
 
-A row is 12 words of 64 bits; its key is the length in the low 16 bits of word `LENGTH` and the six
-words from `FIELD` on. The index is an open-addressing table of row numbers, -1 where empty, with a
-power of two of entries; linear probing, and deletion by shifting back, so it has no tombstones.
-The hash is seeded, so that nobody outside can choose keys that collide.
+A row is 12 words of 64 bits. Its key is the length in the low 16 bits of word `LENGTH` and the six
+words from `FIELD` on; the bytes of its value are the upper half of word `VALUE_BYTES`. The index is
+an open-addressing table of row numbers, -1 where empty, with a power of two of entries; linear
+probing, and deletion by shifting back, so it has no tombstones. The hash is seeded, so that nobody
+outside can choose keys that collide.
 """
 
 import numpy as np
@@ -14,6 +15,7 @@ WORDS = 12
 FIELD = 5
 FIELD_WORDS = 6
 LENGTH = 4
+VALUE_BYTES = 3
 
 _LOW = np.uint64(0xFFFF)
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
@@ -61,6 +63,29 @@ def find(fields, lengths, index, rows, seed, places):
                 break
             at = (at + np.uint64(1)) & mask
     return found
+
+
+@njit
+def visit(fields, lengths, index, rows, seed, cached, used, pins, tick, pin_cached,
+          places, sizes, pages):  # fmt: skip
+    """Find records and note their use: place, value bytes, and page of the copy in memory, or -1.
+
+    Records without a copy are pinned, those with one if `pin_cached`. Returns how many have one.
+    """
+    find(fields, lengths, index, rows, seed, places)
+    hits = 0
+    for i in range(places.shape[0]):
+        place = places[i]
+        sizes[i] = -1
+        pages[i] = -1
+        if place >= 0:
+            used[place] = tick
+            sizes[i] = rows[place, VALUE_BYTES] >> _FOLD
+            pages[i] = cached[place]
+            hits += pages[i] >= 0
+            if pages[i] < 0 or pin_cached:
+                pins[place] += 1
+    return hits
 
 
 @njit
@@ -130,11 +155,14 @@ def newest(places, index, rows, seed, older):
 
 
 @njit
-def copy_out(source, offsets, sizes, out):
-    """Copy ``source[offsets[i] : offsets[i] + sizes[i]]`` to the start of ``out[i]``."""
-    for i in range(offsets.shape[0]):
-        if sizes[i] > 0:
-            out[i, : sizes[i]] = source[offsets[i] : offsets[i] + sizes[i]]
+def copy_out(source, page_bytes, pages, sizes, out):
+    """Copy the `sizes[i]` bytes at each page to the start of ``out[i]``; page -1 is none."""
+    for i in range(pages.shape[0]):
+        if pages[i] >= 0:
+            # Numba copies a slice byte by byte; this loop becomes a memcpy.
+            row, value = out[i], source[pages[i] * page_bytes :]
+            for j in range(sizes[i]):
+                row[j] = value[j]
 
 
 @njit

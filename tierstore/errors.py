@@ -23,7 +23,7 @@ class CapacityError(TierstoreError, MemoryError):
 
 
 class PolicyError(TierstoreError, RuntimeError):
-    """A policy or an index broke its contract: it named a block that is unknown, or named twice."""
+    """A plug-in broke its contract: it raised, or named a block that is unknown or named twice."""
 
 
 class StoreMismatchError(TierstoreError, ValueError):

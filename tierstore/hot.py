@@ -15,7 +15,7 @@ from tierstore.volume.space import FreePlaces
 
 if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, Ids, Pointers
-    from tierstore.volume.records import Records
+    from tierstore.volume.records import Records, Visited
 
 _SLABS = 32
 _SMALLEST_SLAB = 1 << 16
@@ -35,15 +35,7 @@ class HotCache:
     name = "dram"
 
     def __init__(self, limit_bytes: int, records: Records) -> None:
-        pages = limit_bytes // (PAGE + _TABLE_BYTES_PER_PAGE)
-        share = max(pages // _SLABS, 1)
-        self.slab_pages = max(1 << (share.bit_length() - 1), _SMALLEST_SLAB // PAGE)
-        slabs = pages // self.slab_pages
-        if slabs < 1:
-            raise ConfigError(
-                f"dram={format_size(limit_bytes)}: expected at least "
-                f"{format_size(_SMALLEST_SLAB + 2 * PAGE)}, or None for no memory tier"
-            )
+        self.slab_pages, slabs = _slabs(limit_bytes)
         pages = slabs * self.slab_pages
         self.limit_bytes = limit_bytes
         self.bytes: Bytes = HostBuffer(pages * PAGE, self.name).array
@@ -53,6 +45,11 @@ class HotCache:
         self._blank = list(range(slabs))[::-1]
         self._slabs: dict[int, list[int]] = {}
         self._free: dict[int, FreePlaces] = {}
+
+    @staticmethod
+    def check_limit(limit_bytes: int) -> None:
+        """ConfigError if a limit is too small for anything."""
+        _slabs(limit_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -167,15 +164,13 @@ class HotCache:
         unpinned: Pointers = linked[self._records.pins[linked] == 0]
         return unpinned
 
-    def value(self, place: int, nbytes: int) -> Bytes:
-        """The bytes of a place that has a copy; they stay while it is pinned."""
-        start = int(self._records.cached[place]) * PAGE
-        return self.bytes[start : start + nbytes]
+    def value(self, page: int, nbytes: int) -> Bytes:
+        """The value at a page; it stays while its record is pinned."""
+        return self.bytes[page * PAGE : page * PAGE + nbytes]
 
-    def copy_out(self, places: Pointers, lengths: Pointers, out: Bytes) -> None:
-        """Copy values to the start of the rows of `out`; rows of negative length are left alone."""
-        offsets = self._records.cached[places].astype(np.int64) * PAGE
-        kernels.copy_out(self.bytes, offsets, lengths, out)
+    def copy_out(self, visited: Visited, out: Bytes) -> None:
+        """Copy the values of those that have a copy here to the start of the rows of `out`."""
+        kernels.copy_out(self.bytes, PAGE, visited.pages, visited.sizes, out)
 
     def has_pinned(self) -> bool:
         """Whether somebody reads a value in place."""
@@ -198,3 +193,16 @@ class HotCache:
             assert np.isin(free, pages).all()
             held = int((self._place_of[pages] >= 0).sum())
             assert len(free) + held == len(pages), "a slot is neither free nor held"
+
+
+def _slabs(limit_bytes: int) -> tuple[int, int]:
+    """Pages of a slab, and how many slabs a limit has room for. ConfigError if for none."""
+    pages = limit_bytes // (PAGE + _TABLE_BYTES_PER_PAGE)
+    share = max(pages // _SLABS, 1)
+    slab_pages = max(1 << (share.bit_length() - 1), _SMALLEST_SLAB // PAGE)
+    if pages < slab_pages:
+        raise ConfigError(
+            f"dram={format_size(limit_bytes)}: expected at least "
+            f"{format_size(_SMALLEST_SLAB + 2 * PAGE)}, or None for no memory tier"
+        )
+    return slab_pages, pages // slab_pages

@@ -14,6 +14,7 @@ FORMAT_VERSION = 1
 """Version of the on-disk format that this code reads and writes; see docs/format.md."""
 
 _LONGEST = 255
+_MALFORMED = (ValueError, LookupError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -110,18 +111,19 @@ class Facts:
         try:
             known = json.loads(body)
             name, version = known["format"], known["version"]
-            if (name, version) != ("tierstore", FORMAT_VERSION):
-                raise StoreMismatchError(
-                    f"{where} has format {name!r} version {version!r}, expected 'tierstore' version "
-                    f"{FORMAT_VERSION}: use the release that wrote it, or another directory"
-                )
-            epoch, segment_bytes = known["epoch"], known["segment_bytes"]
-            facts = cls(Identity(**known["identity"]), epoch, segment_bytes)
-        except StoreMismatchError:
-            raise
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except _MALFORMED:
             return None
-        return facts if _is_count(epoch) and _is_count(segment_bytes) else None
+        if (name, version) != ("tierstore", FORMAT_VERSION):
+            raise StoreMismatchError(
+                f"{where} has format {name!r} version {version!r}, expected 'tierstore' version "
+                f"{FORMAT_VERSION}: use the release that wrote it, or another directory"
+            )
+        try:
+            facts = cls(Identity(**known["identity"]), known["epoch"], known["segment_bytes"])
+        except _MALFORMED:
+            return None
+        is_possible = _is_count(facts.epoch) and _is_count(facts.segment_bytes)
+        return facts if is_possible else None
 
 
 def _is_count(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -19,13 +20,16 @@ import numpy as np
 from tierstore.admission import Admission, AdmitAll
 from tierstore.background import Prefetch, Prefetcher, in_time
 from tierstore.errors import CapacityError, ConfigError, PolicyError, TierOfflineError
+from tierstore.events import emit
 from tierstore.hot import HotCache
 from tierstore.identity import Identity
+from tierstore.interfaces import Codec
 from tierstore.io import FileIO
 from tierstore.kernels import keys as kernels
-from tierstore.lease import Lease
+from tierstore.lease import Lease, Leases
 from tierstore.loading import Loader
 from tierstore.metrics import KeyedStats
+from tierstore.serving import Serving
 from tierstore.sizes import parse_size
 from tierstore.volume import Finding, Stored, Volume
 from tierstore.volume.format import LIVE, KeyFields
@@ -36,8 +40,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tierstore.interfaces import Bytes, Codec, Pointers, RecordTier
+    from tierstore.interfaces import Bytes, Pointers, RecordTier
     from tierstore.volume.check import Progress
+    from tierstore.volume.records import Visited
 
     Keys = Sequence[bytes] | Bytes
     Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
@@ -99,26 +104,36 @@ class KeyedStore:
             raise ConfigError(f"identity={identity!r}: expected a tierstore.identity.Identity")
         disk_bytes = parse_size(disk, "disk")
         dram_bytes = None if dram is None else parse_size(dram, "dram")
+        if dram_bytes is not None:
+            HotCache.check_limit(dram_bytes)
         segment_bytes = None if segment is None else parse_size(segment, "segment")
+        if codec is not None and not isinstance(codec, Codec):
+            raise ConfigError(f"codec={codec!r}: expected a tierstore.interfaces.Codec")
         self._codec = None if codec is None or codec.code == 0 else codec
         self._admission: Admission = AdmitAll() if admission is None else admission
+        if not isinstance(self._admission, Admission):
+            raise ConfigError(f"admission={admission!r}: expected a tierstore.admission.Admission")
         self._remote = remote
         self._verify = verify
         self._clock = clock
         self._process = os.getpid()
-        self._leases: list[Lease] = []
-        self._hits: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
+        self._is_closing = False
         self.volume = Volume(
             path, replace(identity, codec=_name(self._codec)), capacity_bytes=disk_bytes,
             segment_bytes=segment_bytes, recovery=recovery, read_only=read_only,
             io=FileIO() if io is None else io, threads=threads,
         )  # fmt: skip
-        self._loader = Loader(self.volume, self._codec)
         self._prefetcher = Prefetcher()
-        if dram_bytes is not None:
-            self._loader.hot = HotCache(dram_bytes, self.volume.records)
+        try:
+            self._loader = Loader(self.volume, self._codec)
+            if dram_bytes is not None:
+                self._loader.hot = HotCache(dram_bytes, self.volume.records)
+        except BaseException:  # no memory
+            self.volume.close()
+            raise
         self.volume.on_free = self._on_free
+        self._serving = Serving(self.volume, self._loader, remote, self._put_here)
+        self._leases = Leases(self.volume, clock)
 
     @property
     def hot(self) -> HotCache | None:
@@ -126,13 +141,21 @@ class KeyedStore:
         return self._loader.hot
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing
+
+    @property
     def identity(self) -> Identity:
         """Whose values they are."""
         return self.volume.identity
 
     def _check_open(self) -> None:
-        if self.volume.is_closed:
+        self._check_process()
+        if self._is_closing:
             raise ConfigError("the store is closed: open it again")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ConfigError(
                 f"the store was opened in process {self._process} and this is a fork of it: open "
@@ -155,40 +178,53 @@ class KeyedStore:
         counts.
         """
         self._check_open()
+        _check_deadline(deadline)
         fields, pieces = KeyFields(keys), _views(values)
         if len(pieces) != len(fields):
             raise ConfigError(f"{len(fields)} keys and {len(pieces)} values: expected one for each")
-        self._reap()
-        done = self._put_here(fields, pieces, deadline)
+        self._leases.reap()
+        try:
+            done = in_time(lambda: self._put_here(fields, pieces, deadline), deadline, "put")
+        except TierOfflineError:
+            done = np.zeros(len(fields), np.bool_)
         if self._remote is not None:
             try:
                 self._remote.write(_key_list(keys), [bytes(piece) for piece in pieces])
             except OSError as error:
                 self.volume.refused["remote"] += len(pieces)
-                _log.warning("%s: %s", self._remote.name, error)
+                _say_failed(self._remote, error)
         return done
 
     def _put_here(
         self, fields: KeyFields, pieces: Sequence[memoryview], deadline: float | None
     ) -> npt.NDArray[np.bool_]:
         done = self._admitted(fields, pieces)
-        chosen = np.flatnonzero(done)
-        if len(chosen) > 1:
-            chosen = np.flatnonzero(done & fields.latest())
+        latest = fields.latest() if len(fields) > 1 else np.zeros(1, np.int64)[: len(fields)]
+        chosen = np.flatnonzero(done & (latest == np.arange(len(fields))))
+        done[:] = False
         if not len(chosen):
             return done
+        own, values = fields, pieces
         if len(chosen) < len(fields):
-            fields, pieces = fields.take(chosen), [pieces[i] for i in chosen.tolist()]
+            own, values = fields.take(chosen), [pieces[i] for i in chosen.tolist()]
+        encoded = self._encoded(values)
         try:
-            done[chosen] = self.volume.write(fields, self._encoded(pieces), deadline)
-        except OSError as error:
-            self.volume.refused["deadline" if isinstance(error, TierOfflineError) else "io"] += len(
-                chosen
-            )
-            done[chosen] = False
+            done[chosen] = self.volume.write(own, encoded, deadline)
+        except (OSError, MemoryError) as error:
+            with self.volume.lock:
+                self.volume.refused[self._reason(error)] += len(chosen)
         if self._verify == "always":
-            done[chosen] &= self._read_back(fields)
-        return done
+            done[chosen] &= self._read_back(own)
+        is_last: npt.NDArray[np.bool_] = done[latest]
+        return is_last
+
+    def _reason(self, error: Exception) -> str:
+        """Why nothing could be written."""
+        if isinstance(error, MemoryError):
+            return "memory"
+        if self.volume.health.is_offline:
+            return "offline"
+        return "deadline" if isinstance(error, TierOfflineError) else "io"
 
     def _admitted(self, fields: KeyFields, pieces: Sequence[memoryview]) -> npt.NDArray[np.bool_]:
         if type(self._admission) is AdmitAll:
@@ -197,7 +233,12 @@ class KeyedStore:
         kernels.fingerprints(fields.fields, fields.lengths, prints)
         sizes = np.array([piece.nbytes for piece in pieces], np.int64)
         with self.volume.lock:
-            verdicts = np.array(self._admission.admit(prints, sizes, self._clock()))
+            try:
+                verdicts = np.array(self._admission.admit(prints, sizes, self._clock()))
+            except Exception as error:
+                raise PolicyError(
+                    f"{type(self._admission).__name__}.admit raised {error!r}"
+                ) from error
             if verdicts.shape != prints.shape or verdicts.dtype != np.bool_:
                 raise PolicyError(
                     f"{type(self._admission).__name__}.admit returned {verdicts.dtype} "
@@ -211,9 +252,7 @@ class KeyedStore:
         sizes = [piece.nbytes for piece in pieces]
         if self._codec is None:
             return Stored(pieces, sizes, 0)
-        blocks = [np.frombuffer(piece, np.uint8)[None] for piece in pieces]
-        coded = [self._codec.encode(block).data for block in blocks]
-        return Stored(coded, sizes, self._codec.code)
+        return Stored([_coded(self._codec, piece) for piece in pieces], sizes, self._codec.code)
 
     def _read_back(self, fields: KeyFields) -> npt.NDArray[np.bool_]:
         """Which of them are on disk as they should be."""
@@ -223,7 +262,7 @@ class KeyedStore:
             is_right[position] = True
 
         with self.volume.lock:
-            places, _ = self._find(fields)
+            places = self.volume.records.find(fields)
             found = np.flatnonzero(places >= 0)
             self.volume.pin(places[found])
         try:
@@ -241,145 +280,54 @@ class KeyedStore:
     def get_into(self, keys: Keys, out: Bytes, *, deadline: float | None = None) -> Pointers:
         """Copy values to the start of the rows of out, uint8 [n, m]; their lengths, -1 for a miss.
 
-        ConfigError, and nothing is copied, if a value is longer than m.
+        ConfigError if a value is longer than m; nothing is copied then, unless it is the remote
+        tier's.
         """
         self._check_open()
+        _check_deadline(deadline)
         fields = KeyFields(keys)
-        if out.ndim != 2 or out.dtype != np.uint8 or len(out) != len(fields):
-            raise ConfigError(
-                f"out is {out.dtype} {out.shape}: expected uint8 [{len(fields)}, bytes of a value]"
-            )
+        _check_out(out, len(fields))
         lengths: Pointers = np.full(len(fields), -1, np.int64)
 
-        def copy_cached(places: Pointers, is_cached: npt.NDArray[np.bool_]) -> None:
-            sizes = self._sizes(places)
-            if sizes.max(initial=-1) > out.shape[1]:
-                raise ConfigError(
-                    f"out has rows of {out.shape[1]} bytes: expected at least {sizes.max()}, the "
-                    "longest of these values"
-                )
-            lengths[is_cached] = sizes[is_cached]
-            if self.hot is not None:
-                self.hot.copy_out(places, lengths, out)
+        def take_cached(visited: Visited) -> None:
+            longest = int(visited.sizes.max(initial=-1))
+            if longest > out.shape[1]:
+                raise ConfigError(_too_narrow(out, longest))
+            if visited.hits and self.hot is not None:
+                np.copyto(lengths, visited.sizes, where=visited.pages >= 0)
+                self.hot.copy_out(visited, out)
 
-        def copy(position: int, value: memoryview) -> None:
+        def take(position: int, value: memoryview) -> None:
+            if len(value) > out.shape[1]:
+                raise ConfigError(_too_narrow(out, len(value)))
             out[position, : len(value)] = np.frombuffer(value, np.uint8)
             lengths[position] = len(value)
 
-        self._serve(keys, fields, copy_cached, copy, deadline)
+        self._serving.serve(keys, fields, take_cached, take, deadline)
         return lengths
 
     def get_many(self, keys: Keys, *, deadline: float | None = None) -> list[bytes | None]:
         """The value of each key; None for a miss."""
         self._check_open()
+        _check_deadline(deadline)
         fields = KeyFields(keys)
         values: list[bytes | None] = [None] * len(fields)
 
-        def copy_cached(places: Pointers, is_cached: npt.NDArray[np.bool_]) -> None:
-            sizes = self._sizes(places)
-            for i in np.flatnonzero(is_cached).tolist():
+        def take_cached(visited: Visited) -> None:
+            for i in np.flatnonzero(visited.pages >= 0).tolist() if visited.hits else ():
                 assert self.hot is not None
-                values[i] = self.hot.value(int(places[i]), int(sizes[i])).tobytes()
+                page, size = int(visited.pages[i]), int(visited.sizes[i])
+                values[i] = self.hot.value(page, size).tobytes()
 
-        def copy(position: int, value: memoryview) -> None:
+        def take(position: int, value: memoryview) -> None:
             values[position] = bytes(value)
 
-        self._serve(keys, fields, copy_cached, copy, deadline)
+        self._serving.serve(keys, fields, take_cached, take, deadline)
         return values
 
     def get(self, key: bytes, *, deadline: float | None = None) -> bytes | None:
         """The value of a key; None for a miss."""
         return self.get_many([key], deadline=deadline)[0]
-
-    def _sizes(self, places: Pointers) -> Pointers:
-        """Bytes of each value; -1 where there is none."""
-        lengths = self.volume.records.rows["value_bytes"][places].astype(np.int64)
-        return np.where(places >= 0, lengths, -1)
-
-    def _serve(
-        self,
-        keys: Keys,
-        fields: KeyFields,
-        copy_cached: Callable[[Pointers, npt.NDArray[np.bool_]], None],
-        copy: Callable[[int, memoryview], None],
-        deadline: float | None,
-    ) -> None:
-        """Hand out values: those in memory at once, others one by one as they come from below."""
-        until = _until(deadline)
-        try:
-            with self.volume.locked(deadline):
-                places, is_cached = self._find(fields)
-                copy_cached(places, is_cached)
-                missing = np.flatnonzero(~is_cached)
-                cold = missing[places[missing] >= 0]
-                self.volume.pin(places[cold])
-                self._hits[HotCache.name] += len(fields) - len(missing)
-        except TierOfflineError:
-            self._misses["deadline"] += len(fields)
-            return
-        if len(missing):
-            self._serve_missing(keys, places, missing, cold, copy, until)
-
-    def _find(self, fields: KeyFields) -> tuple[Pointers, npt.NDArray[np.bool_]]:
-        """Places, -1 where there is none, and which have a copy in memory; notes their use."""
-        records = self.volume.records
-        places = records.find(fields)
-        is_cached: npt.NDArray[np.bool_] = places >= 0
-        records.touch(places[is_cached])
-        is_cached &= records.cached[places] >= 0
-        return places, is_cached
-
-    def _serve_missing(
-        self,
-        keys: Keys,
-        places: Pointers,
-        missing: Pointers,
-        cold: Pointers,
-        copy: Callable[[int, memoryview], None],
-        until: float | None,
-    ) -> None:
-        """Hand out values that are not in memory; `cold` are pinned, and let go here."""
-        reasons: Counter[str] = Counter()
-        try:
-            failed = self._loader.load(places, cold.tolist(), copy, reasons, _left(until))
-        finally:
-            self.volume.let_go(places[cold])
-        absent = missing[places[missing] < 0].tolist()
-        self._hits["disk"] += len(cold) - len(failed)
-        self._misses += reasons
-        if self._remote is not None:
-            absent = self._serve_remote(self._remote, keys, [*absent, *failed], copy, until)
-            absent = [position for position in absent if places[position] < 0]
-        self._misses["absent"] += len(absent)
-
-    def _serve_remote(
-        self,
-        remote: RecordTier,
-        keys: Keys,
-        positions: list[int],
-        copy: Callable[[int, memoryview], None],
-        until: float | None,
-    ) -> list[int]:
-        """Hand out values of the remote tier, and keep them here; returns those it lacks."""
-        everything = _key_list(keys)
-        wanted = [everything[position] for position in positions]
-        try:
-            values = remote.read(wanted, _left(until))
-        except OSError as error:
-            self._misses["remote"] += len(wanted)
-            _log.warning("%s: %s", remote.name, error)
-            return positions
-        absent, found = [], []
-        for position, key, value in zip(positions, wanted, values, strict=True):
-            if value is None:
-                absent.append(position)
-            else:
-                copy(position, memoryview(value))
-                found.append((key, memoryview(value)))
-        self._hits[remote.name] += len(found)
-        if found and not self.volume.is_read_only:
-            self._put_here(KeyFields([key for key, _ in found]), [v for _, v in found], None)
-        return absent
 
     def contains_many(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which keys have a value, as far as is known without reading it."""
@@ -392,7 +340,7 @@ class KeyedStore:
             try:
                 found = self._remote.contains([everything[i] for i in absent.tolist()])
             except OSError as error:
-                _log.warning("%s: %s", self._remote.name, error)
+                _say_failed(self._remote, error)
             else:
                 is_there[absent] = found
         return is_there
@@ -404,9 +352,12 @@ class KeyedStore:
     def touch_many(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Count values as used now, so that they leave later; which of them are there."""
         self._check_open()
+        records = self.volume.records
         with self.volume.lock:
-            places, _ = self._find(KeyFields(keys))
-        return places >= 0
+            places = records.find(KeyFields(keys))
+            records.touch(places[places >= 0])
+        is_there: npt.NDArray[np.bool_] = places >= 0
+        return is_there
 
     def touch(self, key: bytes) -> bool:
         """Count a value as used now; whether it is there."""
@@ -420,62 +371,17 @@ class KeyedStore:
         owner: for reports. seconds: from now on the lease lives; the store may end it after that.
         """
         self._check_open()
-        if not seconds > 0:
+        _check_deadline(deadline)
+        if not (isinstance(seconds, int | float) and seconds > 0):
             raise ConfigError(f"seconds={seconds!r} of a lease: expected more than 0")
         fields = KeyFields(keys)
-        self._reap()
-        values: list[Bytes | None] = [None] * len(fields)
-        try:
-            with self.volume.locked(deadline):
-                places, is_cached = self._find(fields)
-                is_found = places >= 0
-                self.volume.pin(places[is_found])
-                self._hits[HotCache.name] += int(is_cached.sum())
-        except TierOfflineError:
-            self._misses["deadline"] += len(fields)
-            return Lease(owner, self._clock() + seconds, values, np.empty(0, np.int64), _forget)
-        cold = np.flatnonzero(is_found & ~is_cached).tolist()
-
-        def copy(position: int, value: memoryview) -> None:
-            if self.hot is None or self.volume.records.cached[places[position]] < 0:
-                values[position] = np.frombuffer(bytes(value), np.uint8)
-
-        reasons: Counter[str] = Counter()
-        failed = self._loader.load(places, cold, copy, reasons, deadline) if cold else []
-        self._misses += reasons
-        self._hits["disk"] += len(cold) - len(failed)
-        self._misses["absent"] += len(fields) - int(is_found.sum())
-        with self.volume.lock:
-            sizes = self._sizes(places)
-            is_cached = is_found & (self.volume.records.cached[places] >= 0)
-            for i in np.flatnonzero(is_cached).tolist():
-                assert self.hot is not None
-                values[i] = self.hot.value(int(places[i]), int(sizes[i]))
-            lease = Lease(owner, self._clock() + seconds, values, places[is_found], self._end_lease)
-            self._leases.append(lease)
-        return lease
+        self._leases.reap()
+        values, places = self._serving.hold(keys, fields, deadline)
+        return self._leases.add(owner, seconds, values, places)
 
     def lease(self, key: bytes, *, owner: str, seconds: float) -> Lease:
         """Hold one value for reading in place."""
         return self.lease_many([key], owner=owner, seconds=seconds)
-
-    def _end_lease(self, lease: Lease) -> None:
-        with self.volume.lock:
-            lease.end()
-        self._reap()
-
-    def _reap(self) -> None:
-        """End leases whose deadline passed, and let go of what no view can reach any more."""
-        if not self._leases:
-            return
-        with self.volume.lock:
-            now = self._clock()
-            for lease in self._leases.copy():
-                if lease.is_live and lease.deadline <= now:
-                    lease.end()
-                if not lease.is_live and lease.is_unused:
-                    self._leases.remove(lease)
-                    self.volume.unpin(lease.places)
 
     def prefetch(self, keys: Keys) -> Prefetch:
         """Begin to bring values into memory, in the background; nothing without a memory tier."""
@@ -483,13 +389,7 @@ class KeyedStore:
         fields = KeyFields(keys)
         if self.hot is None:
             return Prefetch.done()
-        return self._prefetcher.add(lambda: self._load_quietly(keys, fields))
-
-    def _load_quietly(self, keys: Keys, fields: KeyFields) -> None:
-        def ignore(position: int, value: memoryview) -> None:
-            pass
-
-        self._serve(keys, fields, lambda places, is_cached: None, ignore, None)
+        return self._prefetcher.add(lambda: self._serving.load(keys, fields))
 
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
         """Keys on this machine that begin with `prefix`, in no particular order.
@@ -497,6 +397,9 @@ class KeyedStore:
         Each that is there all the while comes once.
         """
         self._check_open()
+        return self._keys(prefix)
+
+    def _keys(self, prefix: bytes) -> Iterator[bytes]:
         with self.volume.lock:
             places = self.volume.records.live_places()
             sequences = self.volume.records.rows["sequence"][places]
@@ -513,6 +416,7 @@ class KeyedStore:
         return self.keys()
 
     def __len__(self) -> int:
+        self._check_process()
         return self.volume.records.live
 
     def __contains__(self, key: bytes) -> bool:
@@ -558,6 +462,7 @@ class KeyedStore:
         TierOfflineError after `deadline` seconds.
         """
         self._check_open()
+        _check_deadline(deadline)
         in_time(self.volume.sync, deadline, "sync")
 
     def resize(self, *, disk: int | str | None = None, dram: int | str | None = None) -> None:
@@ -569,7 +474,7 @@ class KeyedStore:
         if dram is not None:
             limit = parse_size(dram, "dram")
             with self.volume.lock:
-                self._reap()
+                self._leases.reap()
                 self._replace_hot(limit)
         if disk is not None:
             self.volume.resize(parse_size(disk, "disk"))
@@ -587,12 +492,13 @@ class KeyedStore:
 
     def stats(self) -> KeyedStats:
         """Counters and sizes, as of now."""
-        with self.volume.lock:
+        self._check_process()
+        with self.volume.lock, self._serving.counting:
             volume = self.volume
             return KeyedStats(
                 records=volume.records.live,
-                hits=dict(self._hits),
-                misses=dict(+self._misses),
+                hits=dict(self._serving.hits),
+                misses=dict(+self._serving.misses),
                 refused=dict(+volume.refused),
                 dropped=dict(+volume.dropped),
                 errors=dict(+volume.health.errors),
@@ -622,13 +528,16 @@ class KeyedStore:
         OSError if the last sync failed, TierOfflineError after `deadline` seconds; the store is
         closed all the same.
         """
-        if os.getpid() != self._process or self.volume.is_closed:
+        _check_deadline(deadline)
+        if os.getpid() != self._process or self._is_closing:
             return
+        self._is_closing = True
         self._prefetcher.close()
-        with self.volume.lock:
-            for lease in self._leases:
-                lease.end()
-        in_time(lambda: self.volume.close(deadline), deadline, "close")
+        in_time(lambda: self._close(deadline), deadline, "close")
+
+    def _close(self, deadline: float) -> None:
+        self._leases.end_all()
+        self.volume.close(deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -644,8 +553,11 @@ class KeyedStore:
                 self.hot.validate()
 
 
-def _forget(lease: Lease) -> None:
-    lease.end()
+def _say_failed(remote: RecordTier, error: OSError) -> None:
+    emit(
+        _log, logging.WARNING, "remote.failed", f"{remote.name}: {error}",
+        tier=remote.name, error=str(error),
+    )  # fmt: skip
 
 
 def _name(codec: Codec | None) -> str:
@@ -671,13 +583,45 @@ def _views(values: Values) -> list[memoryview]:
         ) from error
 
 
+def _coded(codec: Codec, piece: memoryview) -> memoryview:
+    name = f"{type(codec).__name__}.encode"
+    try:
+        coded = codec.encode(np.frombuffer(piece, np.uint8)[None])
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        raise PolicyError(f"{name} raised {error!r}") from error
+    if not isinstance(coded, np.ndarray) or coded.dtype != np.uint8 or coded.ndim != 1:
+        raise PolicyError(f"{name} returned {type(coded).__name__}: expected uint8 [m]")
+    return np.ascontiguousarray(coded).data
+
+
+def _check_deadline(deadline: float | None) -> None:
+    if deadline is None:
+        return
+    if not (isinstance(deadline, int | float) and 0 <= deadline <= threading.TIMEOUT_MAX):
+        raise ConfigError(
+            f"deadline={deadline!r}: expected seconds from now, 0 or more, or None to wait"
+        )
+
+
+def _check_out(out: Bytes, count: int) -> None:
+    if not isinstance(out, np.ndarray):
+        raise ConfigError(f"out is a {type(out).__name__}: expected a NumPy array")
+    if out.ndim != 2 or out.dtype != np.uint8 or len(out) != count or not out.flags.writeable:
+        kind = "" if out.flags.writeable else "read-only "
+        raise ConfigError(
+            f"out is {kind}{out.dtype} {out.shape}: expected writable uint8 [{count}, bytes of a "
+            "value]"
+        )
+
+
+def _too_narrow(out: Bytes, nbytes: int) -> str:
+    return (
+        f"out has rows of {out.shape[1]} bytes: expected at least {nbytes}, the longest of these "
+        "values"
+    )
+
+
 def _key_list(keys: Keys) -> list[bytes]:
     return [bytes(key) for key in keys]
-
-
-def _until(deadline: float | None) -> float | None:
-    return None if deadline is None else time.monotonic() + deadline
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())

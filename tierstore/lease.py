@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.interfaces import Bytes, Pointers
+    from tierstore.volume import Volume
 
 
 class Lease:
@@ -78,3 +79,53 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         if self.is_live:
             self.release()
+
+
+class Leases:
+    """The leases of one store. Its volume's lock guards them."""
+
+    def __init__(self, volume: Volume, clock: Callable[[], float]) -> None:
+        self._volume = volume
+        self._clock = clock
+        self._held: list[Lease] = []
+
+    def __len__(self) -> int:
+        """Leases whose memory is held."""
+        return len(self._held)
+
+    def add(
+        self, owner: str, seconds: float, values: Sequence[Bytes | None], places: Pointers
+    ) -> Lease:
+        """A lease on values of places that are pinned for it."""
+        lease = Lease(owner, self._clock() + seconds, values, places, self._end)
+        with self._volume.lock:
+            self._held.append(lease)
+        return lease
+
+    def _end(self, lease: Lease) -> None:
+        with self._volume.lock:
+            lease.end()
+            self._let_go(lease)
+
+    def _let_go(self, lease: Lease) -> None:
+        if lease.is_unused:
+            self._held.remove(lease)
+            self._volume.unpin(lease.places)
+
+    def reap(self) -> None:
+        """End leases whose deadline passed, and let go of what no view can reach any more."""
+        if not self._held:
+            return
+        with self._volume.lock:
+            now = self._clock()
+            for lease in self._held.copy():
+                if lease.is_live and lease.deadline <= now:
+                    lease.end()
+                if not lease.is_live:
+                    self._let_go(lease)
+
+    def end_all(self) -> None:
+        """Invalidate every view."""
+        with self._volume.lock:
+            for lease in self._held:
+                lease.end()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.errors import CapacityError, CorruptBlockError
+from tierstore.errors import CapacityError, CorruptBlockError, PolicyError
 from tierstore.reads import AlignedBuffers, LateReadError
 from tierstore.volume.format import PAGE
 
@@ -147,7 +147,8 @@ class Loader:
         rooms = [self._room(int(places[position])) for position in waiting[:_STAGING]]
         small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
         if small == 0:
-            if not self._large.acquire(timeout=-1 if until is None else _left(until)):
+            left = _left(until)
+            if not self._large.acquire(timeout=-1 if left is None else left):
                 return self._give_up(places, waiting, misses)
             try:
                 large = AlignedBuffers(rooms[0], 1).take()
@@ -207,7 +208,12 @@ class Loader:
         if int(row["codec"]) != self._codec.code:
             raise CorruptBlockError(f"codec {row['codec']}: expected {self._codec.code}")
         out = np.empty((1, int(row["value_bytes"])), np.uint8)
-        self._codec.decode(np.frombuffer(stored, np.uint8), out)
+        try:
+            self._codec.decode(np.frombuffer(stored, np.uint8), out)
+        except (CorruptBlockError, MemoryError):
+            raise
+        except Exception as error:
+            raise PolicyError(f"{type(self._codec).__name__}.decode raised {error!r}") from error
         return memoryview(out[0])
 
     def _finish(

@@ -62,6 +62,7 @@ _OPENING_KINDS = {
     "damaged directory": "directory",
     "short segment": "short",
     "stale table": "stale",
+    "damaged row": "row",
 }
 """What opening repairs, so that nothing shows it afterwards. Other damage is found again here."""
 
@@ -148,10 +149,11 @@ class Check:
 
     def _note_opening(self) -> None:
         is_fixed = not self._volume.is_read_only
-        for reason, path in self._volume.noticed:
-            if reason in _OPENING_KINDS:
-                message = f"{reason}: found when the store was opened"
-                self._note(_OPENING_KINDS[reason], path, message, is_fixed=is_fixed)
+        for reason, path, count in self._volume.noticed:
+            kind = _OPENING_KINDS.get(reason)
+            if kind is not None and (is_fixed or kind != "row"):
+                message = f"{count} × {reason}, found when the store was opened"
+                self._note(kind, path, message, is_fixed=is_fixed)
         if self._fix:
             self._volume.noticed.clear()
 
@@ -235,7 +237,7 @@ class Check:
     def _replace(self, segment: Segment, message: str) -> None:
         self._note("missing", segment.path, message)
         if self._fix and segment.is_blank:
-            self._files.empty(segment)
+            self._files.renew_blank(segment)
         elif self._fix:
             self._volume.replace(segment)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import CapacityError, CorruptBlockError
+from tierstore.events import emit
 from tierstore.reads import LateReadError, Read, ReadPool
 from tierstore.sizes import format_size
 from tierstore.volume.format import KEY_INLINE, LIVE, PAGE, Header, extents_in, payload_checksum
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from tierstore.volume.health import Health
     from tierstore.volume.records import Records
     from tierstore.volume.space import Space
+
+_log = logging.getLogger(__name__)
 
 _ZEROS = memoryview(bytes(1 << 16))
 
@@ -73,6 +77,8 @@ class SegmentFiles:
         """Add a blank segment. OSError, or CapacityError if the disk is full."""
         segment = Segment(self._io, self.folder, number, self.nbytes)
         segment.create()
+        # Zeros would be a lost header, if the directory knows an earlier file of that number.
+        segment.write_header(Header(self._identity, 0, number, 0, 0, 0))
         self.by_number[number] = segment
         self._space.blank.append(segment)
 
@@ -170,6 +176,10 @@ class SegmentFiles:
         del self.by_number[segment.number]
         self.retired.append(segment)
         self._health.errors["failed segment"] += 1
+        emit(
+            _log, logging.ERROR, "segment.failed", f"{segment.path}: given up after an error",
+            path=segment.path,
+        )  # fmt: skip
         try:
             segment.begin(Header(self._identity, 0, segment.number, 0, 0, 0))
             segment.sync()
@@ -199,8 +209,8 @@ class SegmentFiles:
         self.retired.append(segment)
         self._io.sync_directory(self.folder)
 
-    def empty(self, segment: Segment) -> None:
-        """Put a new file in the place of a blank segment's, so that its old content is gone."""
+    def renew_blank(self, segment: Segment) -> None:
+        """Put a new file in the place of a blank segment's, which is gone or another."""
         with suppress(FileNotFoundError):
             self.remove(segment)
         self.create(segment.number)

@@ -150,6 +150,13 @@ def check_key(key: bytes) -> None:
         )
 
 
+def key_field(key: bytes) -> bytes:
+    """What a row says of a key, without the zeros that follow a short one."""
+    if len(key) <= KEY_INLINE:
+        return key
+    return key[: KEY_INLINE - 8] + xxhash.xxh3_64_digest(key)
+
+
 class KeyFields:
     """What the rows of some keys hold of them: fields uint64 [n, 6], lengths uint64 [n].
 
@@ -185,11 +192,9 @@ class KeyFields:
         short = []
         for position, key in enumerate(keys):
             check_key(key)
-            field = bytes(key)
-            if len(field) > KEY_INLINE:
-                self.tails[position] = field
-                field = field[: KEY_INLINE - 8] + xxhash.xxh3_64_digest(field)
-            short.append(field)
+            if len(key) > KEY_INLINE:
+                self.tails[position] = bytes(key)
+            short.append(key_field(bytes(key)))
         return short, [len(key) for key in keys]
 
     def __len__(self) -> int:
@@ -204,13 +209,12 @@ class KeyFields:
         }
         return own
 
-    def latest(self) -> npt.NDArray[np.bool_]:
-        """Whether each key is the last of those equal to it."""
+    def latest(self) -> npt.NDArray[np.int64]:
+        """Of each key the position of the last that is equal to it."""
         rows = np.column_stack([self.fields, self.lengths])
-        _, from_end = np.unique(rows[::-1], axis=0, return_index=True)
-        is_latest = np.zeros(len(self), np.bool_)
-        is_latest[len(self) - 1 - from_end] = True
-        return is_latest
+        _, from_end, groups = np.unique(rows[::-1], axis=0, return_index=True, return_inverse=True)
+        latest: npt.NDArray[np.int64] = (len(self) - 1 - from_end)[groups.reshape(-1)[::-1]]
+        return latest
 
 
 def payload_checksum(digest: bytes, row: bytes, binding: bytes) -> bytes:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from tierstore.events import emit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
@@ -19,12 +24,13 @@ _OF_THE_MOMENT = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.
 
 
 class Health:
-    """Counts failed calls of one disk; a good one in between starts again at none.
+    """Counts failed calls of one disk, called `name`; a good one in between starts again at none.
 
     A full disk, or too few descriptors, do not speak against the disk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.errors: Counter[str] = Counter()
         """Failed calls by the name of their error."""
         self._in_a_row = 0
@@ -54,6 +60,8 @@ class Health:
         self.errors[errno.errorcode.get(error.errno or 0, type(error).__name__)] += 1
         if error.errno not in _OF_THE_MOMENT:
             self._in_a_row += 1
+            if self._in_a_row == OFFLINE_AFTER:
+                self._say_offline()
 
     def praise(self) -> None:
         """Note that a call went well; what is offline stays so."""
@@ -62,4 +70,13 @@ class Health:
 
     def give_up(self) -> None:
         """Go offline now."""
-        self._in_a_row = OFFLINE_AFTER
+        if not self.is_offline:
+            self._in_a_row = OFFLINE_AFTER
+            self._say_offline()
+
+    def _say_offline(self) -> None:
+        emit(
+            _log, logging.ERROR, "tier.offline",
+            f"{self._name}: offline after failed calls {dict(self.errors)}",
+            path=self._name, errors=dict(self.errors),
+        )  # fmt: skip

@@ -31,13 +31,13 @@ class Leftovers:
 
 
 def discard_leftovers(volume: Volume, space: Space, manifest: Manifest, io: FileIO) -> Leftovers:
-    """Have new files in place of blank ones that still have old bytes; `lock` must be held.
+    """Wipe blank files that have old bytes, and forget their entries; `lock` must be held.
 
-    Also removes entries of the directory for them, and ``IDENTITY.new``.
+    Also removes ``IDENTITY.new``.
     """
     used = [segment for segment in space.blank if not segment.is_new()]
     for segment in used:
-        volume.files.empty(segment)
+        segment.wipe()
     entries = [key for key in manifest.all_keys() if _is_stale(key, volume)]
     manifest.remove(entries)
     unfinished = os.path.join(volume.directory, IDENTITY + ".new")

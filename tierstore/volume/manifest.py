@@ -27,6 +27,7 @@ import xxhash
 
 from tierstore.errors import CorruptBlockError
 from tierstore.identity import FORMAT_VERSION
+from tierstore.volume.lmdbfile import used_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,9 +39,6 @@ _META = struct.Struct("<IQQB")
 _GROUP = struct.Struct("<Q16s")
 _GROUP_KEY = struct.Struct(">sII")
 _SMALLEST_MAP = 1 << 16
-_LMDB_PAGE = 4096
-_LMDB_META = struct.Struct("<II Q Q 96x Q Q")
-_LMDB_MAGIC = 0xBEEFC0DE
 
 Groups = dict[tuple[int, int], tuple[int, bytes]]
 """(segment, group) to (generation, digest of its rows)."""
@@ -59,8 +57,8 @@ class Commit:
 class Manifest:
     """The LMDB environment of one volume. Any thread may call.
 
-    CorruptBlockError from the constructor if what is there is no LMDB environment, or is shorter
-    than it says: mapping such a file could kill the process.
+    CorruptBlockError from the constructor if what is there is no sound LMDB environment: mapping
+    such a file could kill the process.
     """
 
     def __init__(
@@ -75,8 +73,10 @@ class Manifest:
             if read_only:
                 raise CorruptBlockError(f"{self.path!r} is missing")
             io.make_directory(self.path)
+            io.sync_directory(directory)
         file = os.path.join(self.path, "data.mdb")
-        size = max(_SMALLEST_MAP, _mapped_bytes(file) if os.path.exists(file) else 0)
+        is_new = not os.path.lexists(file) or not os.path.getsize(file)
+        size = max(_SMALLEST_MAP, 0 if is_new else used_bytes(file))
         try:
             self._env = lmdb.open(
                 self.path, map_size=size, mode=0o600, readonly=read_only, max_dbs=0, max_readers=16,
@@ -84,6 +84,8 @@ class Manifest:
             )  # fmt: skip
         except lmdb.Error as error:
             raise CorruptBlockError(f"{file!r} is no directory of a store ({error})") from error
+        if is_new:
+            io.sync_directory(self.path)
 
     @staticmethod
     def discard(directory: str) -> None:
@@ -216,25 +218,3 @@ def group_of(key: bytes) -> tuple[int, int] | None:
         return None
     _, segment, group = _GROUP_KEY.unpack(key)
     return segment, group
-
-
-def _mapped_bytes(file: str) -> int:
-    """Size of the map of an LMDB file, which is at least as long as its pages in use."""
-    with open(file, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        pages = stream.read(2 * _LMDB_PAGE)
-    latest = (-1, 0, 0)
-    for start in (0, _LMDB_PAGE):
-        if len(pages) < start + 16 + _LMDB_META.size:
-            break
-        magic, version, _, mapped, last, number = _LMDB_META.unpack_from(pages, start + 16)
-        if magic == _LMDB_MAGIC and version == 1:
-            latest = max(latest, (number, mapped, last))
-    number, mapped, last = latest
-    if number < 0:
-        raise CorruptBlockError(f"{file!r} is no LMDB file")
-    if size < (last + 1) * _LMDB_PAGE:
-        raise CorruptBlockError(
-            f"{file!r} has {size} bytes, expected at least {(last + 1) * _LMDB_PAGE}"
-        )
-    return int(mapped)

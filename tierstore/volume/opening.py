@@ -25,7 +25,16 @@ from tierstore.errors import (
 from tierstore.identity import Facts
 from tierstore.io import read_fully, write_fully
 from tierstore.reads import AlignedBuffers
-from tierstore.volume.format import DEAD, FREE, GROUP, KEY_INLINE, LIVE, PAGE, row_check
+from tierstore.volume.format import (
+    DEAD,
+    FREE,
+    GROUP,
+    KEY_INLINE,
+    LIVE,
+    PAGE,
+    key_field,
+    row_check,
+)
 from tierstore.volume.lock import LOCK, DirectoryLock
 from tierstore.volume.manifest import FOLDER, Commit, Groups, Manifest, NoManifest
 from tierstore.volume.segment import SUFFIX, Segment
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
     from tierstore.volume.space import Space
 
 IDENTITY = "IDENTITY"
+UNFINISHED = "IDENTITY.new"
 SEGMENTS = "segments"
 SEGMENT_NAME = re.compile(r"(\d{8})" + re.escape(SUFFIX))
 _IDENTITY_BYTES_MOST = 1 << 16
@@ -80,8 +90,8 @@ class Opening:
         """Live rows of which a newer one has the same key."""
         self.damaged: Pointers = np.empty(0, np.int64)
         """Places whose rows are free here, but not yet in their tables."""
-        self.noticed: list[tuple[str, str]] = []
-        """Damage that was found: reason, and path."""
+        self.noticed: list[tuple[str, str, int]] = []
+        """Damage that was found: reason, path, and how often."""
         self._io = io
         self._dropped = dropped
         self._is_strict = is_strict
@@ -115,9 +125,15 @@ class Opening:
                 segments_in(self._most_bytes, _segment_bytes(self._most_bytes, segment_bytes))
 
     def _make_folder(self) -> None:
-        if not self._read_only and SEGMENTS not in self._io.list(self.directory):
+        """The folder of segments; what a `clear` that did not finish left behind goes."""
+        if self._read_only:
+            return
+        names = self._io.list(self.directory)
+        if SEGMENTS not in names:
             self._io.make_directory(self.folder)
             self._io.sync_directory(self.directory)
+        if UNFINISHED in names:
+            self._io.remove(os.path.join(self.directory, UNFINISHED))
 
     def _segment_names(self) -> dict[int, str]:
         """Regular files with the name of a segment, by number; all else is left alone."""
@@ -162,7 +178,7 @@ class Opening:
             )
         if count:
             self._dropped[reason] += count
-            self.noticed.append((reason, where))
+            self.noticed.append((reason, where, count))
 
     # Whose it is
 
@@ -209,7 +225,7 @@ class Opening:
                 sizes.append(size)
         if not sizes:
             return None
-        known = self._commit.epoch if self._commit is not None else 0
+        known = self._commit.epoch if self._commit is not None else 1
         return Facts(self.identity, max(known, *epochs), max(set(sizes), key=sizes.count))
 
     # What is in it
@@ -222,11 +238,14 @@ class Opening:
             self.sequence = commit.sequence
         else:
             self._groups = Groups()
+        newest: dict[int, int] = {}
+        for (number, _), (generation, _) in self._groups.items():
+            newest[number] = max(generation, newest.get(number, 0))
         live = [np.empty(0, np.int64)]
         for number in self._names:
             segment = Segment(self._io, self.folder, number, self.facts.segment_bytes)
             try:
-                if self._open_segment(segment, files, space):
+                if self._open_segment(segment, files, space, newest.get(number, 0)):
                     live.append(self._read_table(segment, records, space))
             except OSError as error:
                 with suppress(OSError):
@@ -236,7 +255,6 @@ class Opening:
                 self._complain(1, "unreadable segment", f"{segment.path} ({error})")
                 self._give_up(segment, files, records)
         places = np.concatenate(live)
-        self._read_long_keys(files, records, places)
         self.older = records.enter_newest(places)
         sequences = records.rows["sequence"]
         self.sequence = max(self.sequence, int(sequences.max(initial=0)) + 1)
@@ -251,8 +269,13 @@ class Opening:
         if not self._read_only:
             self._io.remove(segment.path)
 
-    def _open_segment(self, segment: Segment, files: SegmentFiles, space: Space) -> bool:
-        """Open a file and take it in; whether it has extents of this epoch."""
+    def _open_segment(
+        self, segment: Segment, files: SegmentFiles, space: Space, newest: int
+    ) -> bool:
+        """Open a file and take it in; whether it has extents of this epoch.
+
+        newest: the latest generation that the directory knows of it.
+        """
         size = segment.open(read_only=self._read_only)
         header = segment.read_header() if size >= PAGE else None
         is_new = header is None and (size == 0 or (size >= PAGE and segment.is_new()))
@@ -265,17 +288,20 @@ class Opening:
                 f"{segment.path!r} belongs to another store ({header.identity.hex()}, expected "
                 f"{self.identity.digest.hex()}): move it away"
             )
-        if header is None and not is_new:
-            self._complain(1, "damaged segment header", segment.path)
+        is_lost = header is None and (newest > 0 or not is_new)
+        self._complain(int(is_lost), "damaged segment header", segment.path)
         if size < segment.nbytes and not self._read_only:
-            self._complain(1, "short segment", segment.path)
+            self._complain(int(header is not None), "short segment", segment.path)
             segment.extend()
         files.by_number[segment.number] = segment
-        if header is None or not header.extents or header.epoch != self.facts.epoch:
-            space.blank.append(segment)
-            return False
-        segment.take(header)
-        return True
+        if header is not None and header.extents and header.epoch == self.facts.epoch:
+            self.sequence = max(self.sequence, header.generation + 1)
+            if header.generation >= newest:
+                segment.take(header)
+                return True
+            self._complain(1, "stale segment header", segment.path)
+        space.blank.append(segment)
+        return False
 
     def _read_table(self, segment: Segment, records: Records, space: Space) -> Pointers:
         """Rows of a segment into `records`; the places of live ones."""
@@ -284,6 +310,9 @@ class Opening:
         rows = records.rows[segment.places]
         is_bad = self._bad_rows(segment, records)
         self._complain(int(is_bad.sum()), "damaged row", segment.path)
+        is_lost = self._read_long_keys(segment, records, ~is_bad)
+        self._complain(int(is_lost.sum()), "damaged key", segment.path)
+        is_bad |= is_lost
         rows[is_bad] = np.zeros(1, rows.dtype)
         self.damaged = np.append(self.damaged, np.flatnonzero(is_bad) + segment.first)
         state = rows["state"]
@@ -309,19 +338,28 @@ class Opening:
             segment.dirty_groups.add(group)
         return is_bad
 
-    def _read_long_keys(self, files: SegmentFiles, records: Records, places: Pointers) -> None:
-        """Keys that do not fit into rows, from the ends of their payloads."""
-        long = places[records.rows["key_bytes"][places] > KEY_INLINE]
-        for place in long.tolist():
-            row = records.rows[place]
-            segment, start = files.of(place), int(row["stored_bytes"])
-            size = int(row["key_bytes"])
-            first = (segment.offset(place) + start) // PAGE * PAGE
-            skip = segment.offset(place) + start - first
-            buffer = AlignedBuffers(-(-(skip + size) // PAGE) * PAGE, 1).take()[0]
+    def _read_long_keys(
+        self, segment: Segment, records: Records, is_right: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Keys that do not fit into rows, from the ends of their payloads; whose are lost."""
+        rows = records.rows[segment.places]
+        is_lost = np.zeros(len(rows), np.bool_)
+        is_long = is_right & (rows["state"] == LIVE) & (rows["key_bytes"] > KEY_INLINE)
+        for extent in np.flatnonzero(is_long).tolist():
+            row, place = rows[extent], segment.first + extent
+            start, size = segment.offset(place) + int(row["stored_bytes"]), int(row["key_bytes"])
+            first = start // PAGE * PAGE
+            pages = -(-(start + size - first) // PAGE)
+            buffer = AlignedBuffers(pages * PAGE, 1).take()[0]
+            key = b""
             with suppress(OSError):
                 read_fully(self._io, segment.direct, buffer, first)
-                records.long_keys[place] = bytes(buffer[skip : skip + size])
+                key = bytes(buffer[start - first : start - first + size])
+            if key_field(key) == row["key"].tobytes():
+                records.long_keys[place] = key
+            else:
+                is_lost[extent] = True
+        return is_lost
 
     def _order_by_age(self, records: Records, places: Pointers) -> None:
         """Count records as used in the order in which they were written."""
@@ -359,7 +397,7 @@ def failing_rows(segment: Segment, records: Records, part: slice) -> npt.NDArray
         is_bad[i] = row_check(row, segment.binding(place)) != int(rows["check"][i])
     size = rows["stored_bytes"].astype(np.int64)
     size += np.where(rows["key_bytes"] > KEY_INLINE, rows["key_bytes"], 0)
-    is_possible = (
+    is_possible: npt.NDArray[np.bool_] = (
         (size <= segment.header.extent_bytes)
         & (rows["key_bytes"] >= 1)
         & (rows["key_bytes"] <= 511)
@@ -399,6 +437,7 @@ def _namespace(io: FileIO, parent: str | os.PathLike[str], folder: str, *, read_
     try:
         if not read_only and not os.path.lexists(root):
             io.make_directory(str(root))
+            io.sync_directory(str(root.parent))
         directory = root / folder
         if not read_only and not os.path.lexists(directory):
             io.make_directory(str(directory))
@@ -466,13 +505,13 @@ def read_facts(io: FileIO, path: str) -> Facts | None:
 
 def write_facts(io: FileIO, directory: str, facts: Facts) -> None:
     """Replace the file ``IDENTITY``, durably; OSError, and no change."""
-    path = os.path.join(directory, IDENTITY)
-    fd = io.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    path, fresh = os.path.join(directory, IDENTITY), os.path.join(directory, UNFINISHED)
+    fd = io.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_fully(io, fd, [facts.encode()], 0)
         io.sync(fd)
     finally:
         io.close(fd)
     io.reached("facts.before_rename")
-    io.rename(path + ".new", path)
+    io.rename(fresh, path)
     io.sync_directory(directory)

@@ -6,6 +6,7 @@ A *place* is the number of a row here. Segments get runs of places, one for each
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,24 @@ RECORD_BYTES = ROW_BYTES + 4 + 4 + 4 + 2
 
 _SMALLEST_INDEX = 64
 _LAST_TICK = (1 << 32) - 1
+
+
+@dataclass(slots=True)
+class Visited:
+    """Records that were looked up: place, bytes of the value and page in memory, -1 for none.
+
+    hits: how many are in memory.
+    """
+
+    places: Pointers
+    sizes: Pointers
+    pages: Pointers
+    hits: int
+
+    @property
+    def missing(self) -> Pointers:
+        """Positions of what is not in memory."""
+        return np.flatnonzero(self.pages < 0)
 
 
 class Records:
@@ -101,6 +120,28 @@ class Records:
                 places[position] = -1
         return places
 
+    def visit(self, keys: KeyFields, *, pin_cached: bool) -> Visited:
+        """Find records, note that they are used now, and pin those that are not in memory.
+
+        pin_cached: pin the others as well.
+        """
+        tick, n = self._next_tick(), len(keys)
+        places: Pointers = np.empty(n, np.int64)
+        sizes: Pointers = np.empty(n, np.int64)
+        pages: Pointers = np.empty(n, np.int64)
+        hits = kernels.visit(
+            keys.fields, keys.lengths, self._index, self._words, self._seed, self.cached,
+            self.used, self.pins, tick, pin_cached, places, sizes, pages,
+        )  # fmt: skip
+        for position, key in keys.tails.items():
+            place = int(places[position])
+            if place >= 0 and self.long_keys.get(place) != key:
+                is_cached = bool(pages[position] >= 0)
+                self.pins[place] -= pin_cached or not is_cached
+                hits -= is_cached
+                places[position] = sizes[position] = pages[position] = -1
+        return Visited(places, sizes, pages, hits)
+
     def enter(self, places: Pointers) -> None:
         """Make live places findable; no live place may have one of their keys."""
         self._reserve(len(places))
@@ -169,10 +210,13 @@ class Records:
 
     def touch(self, places: Pointers) -> None:
         """Note that records were used."""
+        self.used[places] = self._next_tick()
+
+    def _next_tick(self) -> int:
         if self.tick >= _LAST_TICK:
             self._number_uses_anew()
         self.tick += 1
-        self.used[places] = self.tick
+        return self.tick
 
     def _number_uses_anew(self) -> None:
         """Give uses the lowest ticks in the same order, before the counter runs over."""

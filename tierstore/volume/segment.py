@@ -121,6 +121,12 @@ class Segment:
         """Remove what follows the bytes that belong to the file."""
         self._io.truncate(self._fd, self.nbytes)
 
+    def wipe(self) -> None:
+        """Let the disk forget what is in the file. For blank ones; OSError if the disk is full."""
+        self.is_dirty = True
+        self._io.truncate(self._fd, 0)
+        self._io.allocate(self._fd, 0, self.nbytes)
+
     # Header and rows
 
     def read_header(self) -> Header | None:
@@ -139,6 +145,8 @@ class Segment:
         """Make the file one of so many empty extents."""
         write_fully(self._io, self._fd, [_ZEROS] * (header.data_offset // PAGE - 1), PAGE)
         self.write_header(header)
+        # The directory is to know the generation: an older header is then a lost write.
+        self.dirty_groups.update(range(-(-header.extents // GROUP)))
 
     def write_header(self, header: Header) -> None:
         """Be a file with that header, on disk too; its rows stay as they are."""

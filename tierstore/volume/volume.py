@@ -7,6 +7,7 @@ found damaged is dropped and counted; it never comes back as bytes.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
+from tierstore.events import emit
 from tierstore.reads import AlignedBuffers, LateReadError
 from tierstore.volume.check import Check, Finding
 from tierstore.volume.files import SegmentFiles
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from tierstore.volume.lock import DirectoryLock
     from tierstore.volume.manifest import Manifest
     from tierstore.volume.segment import Segment
+
+_log = logging.getLogger(__name__)
 
 _KEPT = ("value_bytes", "codec", "valid")
 _STATE_AT = ROW.fields["state"][1] if ROW.fields else 0
@@ -107,7 +111,7 @@ class Volume:
         self.is_read_only = read_only
         self.is_closed = False
         self.records = Records()
-        self.health = Health()
+        self.health = Health(os.path.abspath(parent))
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.on_free: Callable[[Pointers], None] | None = None
@@ -138,9 +142,20 @@ class Volume:
             self.noticed = opening.noticed
             self.kill(opening.older, "superseded")
             self.write_rows(opening.damaged)
+            self._say_opened()
         except BaseException:
             self._end()
             raise
+
+    def _say_opened(self) -> None:
+        facts = {"path": self.directory, "epoch": self.facts.epoch, "records": self.records.live}
+        emit(_log, logging.INFO, "store.opened", f"{self.directory}: opened", **facts)
+        if self.dropped:
+            emit(
+                _log, logging.WARNING, "store.recovered",
+                f"{self.directory}: damage found and dropped: {dict(self.dropped)}",
+                dropped=dict(self.dropped), **facts,
+            )  # fmt: skip
 
     # Facts
 
@@ -415,6 +430,10 @@ class Volume:
             self.facts = facts
             self.forget(self.records.live_places(), "cleared")
             self.files.drain_all()
+        emit(
+            _log, logging.INFO, "store.cleared", f"{self.directory}: cleared",
+            path=self.directory, epoch=facts.epoch,
+        )  # fmt: skip
 
     def resize(self, capacity_bytes: int) -> None:
         """Have another capacity: blank files are made or removed, the coldest emptied for that.
@@ -513,6 +532,12 @@ class Volume:
                 if self.files.by_number.get(segment.number) is segment:
                     self.replace(segment)
         number, error = failures[0][0].number, failures[0][1]
+        emit(
+            _log, logging.ERROR, "sync.failed",
+            f"{self.directory}: {len(failures)} segment files could not be synced ({error})",
+            path=self.directory, segments=[segment.number for segment, _ in failures],
+            error=str(error),
+        )  # fmt: skip
         raise OSError(
             error.errno,
             f"{self.directory!r}: segment {number} could not be synced ({error.strerror}); what "
@@ -584,6 +609,11 @@ class Volume:
         if len(places):
             with self.lock:
                 self.kill(places, reason)
+            emit(
+                _log, logging.WARNING, "record.dropped",
+                f"{self.directory}: {len(places)} values dropped: {reason}",
+                path=self.directory, reason=reason, count=len(places),
+            )  # fmt: skip
 
     # The end
 
@@ -601,6 +631,10 @@ class Volume:
         finally:
             self.files.close(deadline)
             self._end()
+            emit(
+                _log, logging.INFO, "store.closed", f"{self.directory}: closed",
+                path=self.directory, records=self.records.live, dropped=dict(self.dropped),
+            )  # fmt: skip
 
     def abandon(self) -> None:
         """Give up the directory without a sync, for files that are about to be removed."""
