@@ -20,6 +20,8 @@ VALUE_BYTES = 3
 _LOW = np.uint64(0xFFFF)
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _FOLD = np.uint64(32)
+_STATE = np.uint64(24)
+_BYTE = np.uint64(0xFF)
 
 
 @njit
@@ -89,6 +91,22 @@ def visit(fields, lengths, index, rows, seed, cached, used, pins, tick, pin_cach
 
 
 @njit
+def unpin(places, pins, rows, live, empty):
+    """Take one pin from each place; `empty` receives those left without one whose row is not live.
+
+    Returns how many.
+    """
+    count = 0
+    for i in range(places.shape[0]):
+        place = places[i]
+        pins[place] -= 1
+        if pins[place] == 0 and (rows[place, LENGTH] >> _STATE) & _BYTE != live:
+            empty[count] = place
+            count += 1
+    return count
+
+
+@njit
 def insert(places, index, rows, seed):
     """Enter rows whose keys are not in the index yet."""
     mask = np.uint64(index.shape[0] - 1)
@@ -155,14 +173,26 @@ def newest(places, index, rows, seed, older):
 
 
 @njit
-def copy_out(source, page_bytes, pages, sizes, out):
-    """Copy the `sizes[i]` bytes at each page to the start of ``out[i]``; page -1 is none."""
+def copy_out(source, page_bytes, pages, sizes, out, lengths):
+    """Copy the `sizes[i]` bytes at each page to the start of ``out[i]``; page -1 is none.
+
+    `lengths` receives the sizes of those copied, -1 for the others. Returns the longest size, and
+    does nothing if that is longer than a row of `out`.
+    """
+    longest = -1
+    for i in range(sizes.shape[0]):
+        longest = max(longest, sizes[i])
+    if longest > out.shape[1]:
+        return longest
     for i in range(pages.shape[0]):
+        lengths[i] = -1
         if pages[i] >= 0:
+            lengths[i] = sizes[i]
             # Numba copies a slice byte by byte; this loop becomes a memcpy.
             row, value = out[i], source[pages[i] * page_bytes :]
             for j in range(sizes[i]):
                 row[j] = value[j]
+    return longest
 
 
 @njit

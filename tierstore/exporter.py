@@ -83,7 +83,7 @@ class StoreCollector:
             )
             for namespace, own in stats.items():
                 for kind, count in sorted(getattr(own, field).items()):
-                    counter.add_metric([namespace, kind], count)
+                    counter.add_metric([namespace, kind], float(count))
             yield counter
         for name, text, value in _GAUGES.values():
             gauge = self._core.GaugeMetricFamily(name, f"{text}.", labels=["namespace"])

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import ConfigError
-from tierstore.kernels import keys as kernels
 from tierstore.memory import HostBuffer
 from tierstore.sizes import format_size
 from tierstore.volume.format import LIVE, PAGE, extent_size
@@ -15,7 +14,7 @@ from tierstore.volume.space import FreePlaces
 
 if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, Ids, Pointers
-    from tierstore.volume.records import Records, Visited
+    from tierstore.volume.records import Records
 
 _SLABS = 32
 _SMALLEST_SLAB = 1 << 16
@@ -167,10 +166,6 @@ class HotCache:
     def value(self, page: int, nbytes: int) -> Bytes:
         """The value at a page; it stays while its record is pinned."""
         return self.bytes[page * PAGE : page * PAGE + nbytes]
-
-    def copy_out(self, visited: Visited, out: Bytes) -> None:
-        """Copy the values of those that have a copy here to the start of the rows of `out`."""
-        kernels.copy_out(self.bytes, PAGE, visited.pages, visited.sizes, out)
 
     def has_pinned(self) -> bool:
         """Whether somebody reads a value in place."""

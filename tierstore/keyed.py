@@ -32,7 +32,7 @@ from tierstore.metrics import KeyedStats
 from tierstore.serving import Serving
 from tierstore.sizes import parse_size
 from tierstore.volume import Finding, Stored, Volume
-from tierstore.volume.format import LIVE, KeyFields
+from tierstore.volume.format import LIVE, PAGE, KeyFields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE = 4096
+_NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class KeyedStore:
@@ -290,12 +291,10 @@ class KeyedStore:
         lengths: Pointers = np.full(len(fields), -1, np.int64)
 
         def take_cached(visited: Visited) -> None:
-            longest = int(visited.sizes.max(initial=-1))
+            cache = _NOTHING if self.hot is None else self.hot.bytes
+            longest = kernels.copy_out(cache, PAGE, visited.pages, visited.sizes, out, lengths)
             if longest > out.shape[1]:
                 raise ConfigError(_too_narrow(out, longest))
-            if visited.hits and self.hot is not None:
-                np.copyto(lengths, visited.sizes, where=visited.pages >= 0)
-                self.hot.copy_out(visited, out)
 
         def take(position: int, value: memoryview) -> None:
             if len(value) > out.shape[1]:

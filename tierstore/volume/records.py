@@ -142,6 +142,12 @@ class Records:
                 places[position] = sizes[position] = pages[position] = -1
         return Visited(places, sizes, pages, hits)
 
+    def unpin(self, places: Pointers) -> Pointers:
+        """Take one pin from each place; returns those that nobody holds and that hold nothing."""
+        empty: Pointers = np.empty(len(places), np.int64)
+        count = kernels.unpin(places, self.pins, self._words, np.uint64(LIVE), empty)
+        return empty[:count]
+
     def enter(self, places: Pointers) -> None:
         """Make live places findable; no live place may have one of their keys."""
         self._reserve(len(places))

@@ -401,10 +401,7 @@ class Volume:
 
     def unpin(self, places: Pointers) -> None:
         """Let go of pinned places; those that hold nothing become free."""
-        pins = self.records.pins
-        np.subtract.at(pins, places, 1)
-        done = places[(pins[places] == 0) & ~self._is_live(places)]
-        self._free(np.unique(done))
+        self._free(self.records.unpin(places))
 
     def _free(self, places: Pointers) -> None:
         if not len(places):
