@@ -37,7 +37,9 @@ class HotCache:
         self.slab_pages, slabs = _slabs(limit_bytes)
         pages = slabs * self.slab_pages
         self.limit_bytes = limit_bytes
-        self.bytes: Bytes = HostBuffer(pages * PAGE, self.name).array
+        buffer = HostBuffer(pages * PAGE, self.name)
+        buffer.resize(pages * PAGE)
+        self.bytes: Bytes = buffer.array
         self.evictions = 0
         self._records = records
         self._place_of: Ids = np.full(pages, -1, np.int32)
