@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def warm_gets(course: Course, block: int) -> Part:
     """Read values of one size that every store has put, read once, and can keep in memory."""
     name, plan = f"get {label(block)}", course.plan
-    count = max(BATCH, plan.warm_bytes // block)
+    count = max(1, plan.warm_bytes // block)
     keys, values = random_keys(count, block), random_values(count, block, seed=block)
     reader = WarmReader(keys, values, plan.reads(block))
     with ExitStack() as stack:

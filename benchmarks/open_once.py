@@ -2,10 +2,9 @@
 
 ::
 
-    python -m tierstore.benchmarks.open_once {fill,open,kill} FOLDER RECORDS
+    python -m tierstore.benchmarks.open_once {fill,fill-kill,open,open-kill} FOLDER RECORDS
 
-``open`` and ``kill`` print an `Opened` as JSON; ``kill`` ends by SIGKILL, with some values not
-synced.
+``open`` prints an `Opened` as JSON; ``kill`` ends by SIGKILL, with some values not synced.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,11 +60,12 @@ def _store(folder: Path, records: int) -> KeyedStore:
     return KeyedStore(folder, IDENTITY, disk=records * PAGE * 5 // 4 + _DISK_SLACK)
 
 
-def _fill(folder: Path, records: int) -> None:
-    with closing(_store(folder, records)) as store:
-        for start in range(0, records, _PUTS):
-            batch = range(start, min(start + _PUTS, records))
-            store.put_many([_key(record) for record in batch], [_value(record) for record in batch])
+def _fill(folder: Path, records: int) -> KeyedStore:
+    store = _store(folder, records)
+    for start in range(0, records, _PUTS):
+        batch = range(start, min(start + _PUTS, records))
+        store.put_many([_key(record) for record in batch], [_value(record) for record in batch])
+    return store
 
 
 def _timed_open(folder: Path, records: int) -> KeyedStore:
@@ -90,8 +89,8 @@ def _timed_open(folder: Path, records: int) -> KeyedStore:
 def _load_kernels() -> None:
     """Have everything loaded that the first store of a process loads."""
     with tempfile.TemporaryDirectory() as folder:
-        _fill(Path(folder) / "first", 2)
-        _fill(Path(folder) / "first", 3)
+        for records in (2, 3):
+            _fill(Path(folder) / "first", records).close()
     gc.collect()
 
 
@@ -103,16 +102,18 @@ def _own_memory() -> int:
     return 0
 
 
+def _die(store: KeyedStore) -> None:
+    """Sync, put values that are not synced, and end without a close."""
+    store.sync()
+    store.put_many([os.urandom(KEY_BYTES) for _ in range(_PUTS)], [b"unsynced"] * _PUTS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _main(action: str, folder: Path, records: int) -> None:
-    if action == "fill":
-        _fill(folder, records)
-        return
-    store = _timed_open(folder, records)
-    if action == "open":
-        store.close()
-    else:
-        store.put_many([os.urandom(KEY_BYTES) for _ in range(_PUTS)], [b"unsynced"] * _PUTS)
-        os.kill(os.getpid(), signal.SIGKILL)
+    store = _fill(folder, records) if "fill" in action else _timed_open(folder, records)
+    if "kill" in action:
+        _die(store)
+    store.close()
 
 
 if __name__ == "__main__":

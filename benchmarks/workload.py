@@ -49,8 +49,8 @@ class Plan:
     blocks: tuple[int, ...] = (4 * _KIB, 64 * _KIB, _MIB)
     warm_bytes: int = 256 * _MIB
     read_bytes: int = 256 * _MIB
-    put_bytes: int = 128 * _MIB
-    synced_bytes: int = 64 * _MIB
+    put_bytes: int = 256 * _MIB
+    synced_bytes: int = 128 * _MIB
     cold_block: int = 64 * _KIB
     cold_bytes: int = 1024 * _MIB
     cold_read_bytes: int = 512 * _MIB
@@ -208,4 +208,5 @@ def against_best(
 
 
 def _whole(count: int, batch: int) -> int:
-    return max(batch, count // batch * batch)
+    """Whole batches, or one that is shorter."""
+    return count // batch * batch or max(count, 1)

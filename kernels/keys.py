@@ -70,7 +70,7 @@ def find(fields, lengths, index, rows, seed, places):
 @njit
 def visit(fields, lengths, index, rows, seed, cached, used, pins, tick, pin_cached,
           places, sizes, pages):  # fmt: skip
-    """Find records and note their use: place, value bytes, and page of the copy in memory, or -1.
+    """Find records and note their use, from `tick` on: place, value bytes, page in memory, or -1.
 
     Records without a copy are pinned, those with one if `pin_cached`. Returns how many have one.
     """
@@ -81,7 +81,7 @@ def visit(fields, lengths, index, rows, seed, cached, used, pins, tick, pin_cach
         sizes[i] = -1
         pages[i] = -1
         if place >= 0:
-            used[place] = tick
+            used[place] = tick + i
             sizes[i] = rows[place, VALUE_BYTES] >> _FOLD
             pages[i] = cached[place]
             hits += pages[i] >= 0

@@ -164,6 +164,13 @@ class RecordTier(ABC):
         """Take records away; whether each was there."""
 
     @abstractmethod
+    def clear(self) -> None:
+        """Take away every record of the namespace, for all machines.
+
+        TierOfflineError if the tier does not answer; some may then be left.
+        """
+
+    @abstractmethod
     def contains(
         self, keys: Sequence[bytes], deadline: float | None = None
     ) -> npt.NDArray[np.bool_]:

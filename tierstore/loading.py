@@ -92,7 +92,7 @@ class Loader:
         """Load what nobody loads yet, and wait for the rest; returns what another gave up on."""
         own, others = self._share(places, positions)
         try:
-            waiting = own
+            waiting = list(own)
             while waiting:
                 waiting = self._load_some(places, waiting, deliver, misses, until)
         finally:
@@ -111,28 +111,31 @@ class Loader:
 
     def _share(
         self, places: Pointers, positions: list[int]
-    ) -> tuple[list[int], list[tuple[int, _Load]]]:
+    ) -> tuple[dict[int, _Load], list[tuple[int, _Load]]]:
         """Positions to read here, and those that somebody is reading already."""
-        own: list[int] = []
+        own: dict[int, _Load] = {}
         others: list[tuple[int, _Load]] = []
         with self._volume.lock:
             for position in positions:
                 place = int(places[position])
                 load = self._loads.get(place)
                 if load is None:
-                    self._loads[place] = _Load()
-                    own.append(position)
+                    own[position] = self._loads[place] = _Load()
                 else:
                     load.waiting += 1
                     others.append((position, load))
         return own, others
 
-    def _abandon(self, places: Pointers, own: list[int]) -> None:
-        """Let nobody wait for loads that did not happen."""
+    def _abandon(self, places: Pointers, own: dict[int, _Load]) -> None:
+        """Let nobody wait for loads that did not happen.
+
+        A load that did happen is forgotten by now, and its place may be loading for somebody else.
+        """
         with self._volume.lock:
-            for position in own:
-                load = self._loads.pop(int(places[position]), None)
-                if load is not None:
+            for position, load in own.items():
+                place = int(places[position])
+                if self._loads.get(place) is load:
+                    del self._loads[place]
                     load.done.set()
 
     def _load_some(

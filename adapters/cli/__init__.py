@@ -2,8 +2,9 @@
 
 Any package can add a command through the entry-point group ``tierstore.commands``: an entry point
 is a function ``add_command(subparsers)`` that adds a parser to argparse's `subparsers` and gives it
-a default ``run``, a function that takes the parsed arguments. Errors of the family `TierstoreError`
-that `run` raises become one line on standard error and exit code 2.
+a default ``run``, a function that takes the parsed arguments and returns an exit code, None for 0.
+Errors of the family `TierstoreError` that `run` raises become one line on standard error and exit
+code 2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, NoReturn
 
-from tierstore.adapters.cli import generate
+from tierstore.adapters.cli import generate, store
 from tierstore.errors import ConfigError, TierstoreError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ending, _exit)
     try:
         options = _parser().parse_args(arguments)
-        options.run(options)
+        code: int | None = options.run(options)
         sys.stdout.flush()
     except TierstoreError as error:
         print("tierstore: error:", " ".join(str(error).split()), file=sys.stderr)
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is still buffered would fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _DIED_OF + signal.SIGPIPE
-    return 0
+    return code or 0
 
 
 def _exit(signal_number: int, frame: FrameType | None) -> NoReturn:
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(title="commands", metavar="command", required=True)
     generate.add_command(subparsers)
+    store.add_command(subparsers)
     for point in sorted(metadata.entry_points(group=_COMMANDS), key=lambda point: point.name):
         _add_contributed(subparsers, point)
     return parser

@@ -9,8 +9,9 @@ import torch
 
 from tierstore.adapters.cli.json_file import write_json
 from tierstore.adapters.cli.outcome import Outcome
-from tierstore.adapters.cli.screen import Screen, visible, waiting
+from tierstore.adapters.cli.screen import Screen, waiting
 from tierstore.adapters.cli.summary import print_summary
+from tierstore.adapters.cli.text import visible
 from tierstore.adapters.documents import Document, build_prompt, builtin_document
 from tierstore.adapters.generate import TierOptions, check_length, compare, end_tokens, generate
 from tierstore.adapters.models import LoadedModel, load_model

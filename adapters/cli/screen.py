@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tierstore.adapters.cli.text import visible
 from tierstore.adapters.generate import Observer
 
 if TYPE_CHECKING:
@@ -16,15 +17,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from transformers import PreTrainedTokenizerBase, TextStreamer
-
-# A document may hold escape sequences, and a model may repeat them.
-_STEERING = {*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}
-_VISIBLE = dict.fromkeys(_STEERING, "\N{REPLACEMENT CHARACTER}")
-
-
-def visible(text: str) -> str:
-    """`text` without characters that would steer a terminal."""
-    return text.translate(_VISIBLE)
 
 
 def waiting(reason: str) -> AbstractContextManager[object]:

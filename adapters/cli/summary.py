@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.adapters.cli.outcome import ratio
-from tierstore.adapters.cli.screen import visible
+from tierstore.adapters.cli.text import visible
 from tierstore.sizes import format_size
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from tierstore.adapters.cli import json_file, main
 from tierstore.adapters.cli.outcome import Outcome
-from tierstore.adapters.cli.screen import visible
+from tierstore.adapters.cli.text import visible
 from tierstore.adapters.documents import Document
 from tierstore.errors import ConfigError
 

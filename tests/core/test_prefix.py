@@ -720,21 +720,21 @@ def test_a_refused_tail_is_a_miss(
 
 
 def test_names_survive_reopening(tmp_path: Path) -> None:
+    """More of them than are read at once; the last one listed is the last to go."""
     with open_store(tmp_path) as store:
         cache = make_cache(store)
         cache.put(A, random_blocks(5, 1))
-        cache.put(B, random_blocks(5, 2))
         for i in range(70):
-            cache.retain(b"a%d" % i, A)
-        cache.retain(b"b", B)
+            cache.retain(b"%d" % i, A)
     with open_store(tmp_path) as store:
         cache = make_cache(store)
-        assert sorted(cache.names()) == sorted([b"b", *(b"a%d" % i for i in range(70))])
-        for i in range(69):
-            cache.forget(b"a%d" % i)
-        assert stored_blocks(store) == {*keys_of(A, 4), *keys_of(B, 4)}
-        cache.forget(b"a69")
-        assert stored_blocks(store) == set(keys_of(B, 4))
+        names = cache.names()
+        assert sorted(names) == sorted(b"%d" % i for i in range(70))
+        for name in names[:-1]:
+            cache.forget(name)
+        assert stored_blocks(store) == set(keys_of(A, 4))
+        cache.forget(names[-1])
+        assert stored_blocks(store) == set()
 
 
 def test_all_caches_of_a_store_count_the_same_names(store: KeyedStore) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 WRONG_BYTES, REFUSED, NEVER_KILLED = 10, 11, 12
-_MOST_STEPS = 20_000
+_MOST_STEPS = 4000
 _CALLS = (
     "open", "close", "read", "read_into", "write", "sync", "sync_directory", "allocate",
     "truncate", "size", "list", "make_directory", "rename", "remove",

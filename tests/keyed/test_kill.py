@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOMY = {"disk": 8 << 20, "segment": 128 << 10}
-TIGHT = {"disk": (1 << 20) + 6 * (128 << 10), "segment": 128 << 10}
+TIGHT = {"disk": (1 << 20) + 3 * (128 << 10), "segment": 128 << 10}
 KILLS = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 200
 ROUNDS = 10
 _SOURCES = Path(tierstore.volume.__file__).parent
@@ -74,9 +74,8 @@ class Victim:
 
     def verify(self, *, on_copy: bool) -> int:
         """Open what was left behind, or a copy of it, and check all of it; how many were there."""
-        folder = self.store
-        if on_copy:
-            folder = self.copy
+        folder = self.copy if on_copy else self.store
+        if on_copy and self.store.exists():
             shutil.copytree(self.store, folder)
         with KeyedStore(folder, Identity(), recovery="strict", **self.options) as store:
             store.validate()

@@ -116,6 +116,17 @@ class RecordTierTests(ABC):
         assert tier.read([b"a", b"b"]) == [None, b"2"]
         assert tier.contains([b"a", b"b"]).tolist() == [False, True]
 
+    def test_clearing_empties_the_namespace_alone(self, tier: RecordTier, namespace: bytes) -> None:
+        other = self.make_tier(b"quite another   ", MAX_VALUE_BYTES)
+        other.write([b"a"], [b"1"])
+        keys = [*KEYS, *(b"%d" % i for i in range(1200))]
+        tier.write(keys, [b"value"] * len(keys))
+        self.make_tier(namespace, MAX_VALUE_BYTES).clear()
+        assert not tier.contains(keys).any()
+        assert other.read([b"a"]) == [b"1"]
+        other.clear()
+        other.close()
+
     def test_machines_share_a_namespace(self, tier: RecordTier, namespace: bytes) -> None:
         other = self.make_tier(namespace, MAX_VALUE_BYTES)
         tier.write([b"a"], [b"from the first"])

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import wait
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -407,6 +407,12 @@ class RedisRecords(RecordTier):
 
     def remove(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         return self._counts("UNLINK", keys, None)
+
+    def clear(self) -> None:
+        found = self._server.keys(self._prefix)
+        while batch := list(islice(found, _BATCH_SLOTS)):
+            for reply in self._ask([("UNLINK", key) for key in batch], _BATCH_SLOTS):
+                self._server.check(reply)
 
     def contains(
         self, keys: Sequence[bytes], deadline: float | None = None

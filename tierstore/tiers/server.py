@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from tierstore.errors import ConfigError, MissingExtraError, TierOfflineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
     from types import ModuleType
 
@@ -93,6 +93,20 @@ class RedisServer:
             if isinstance(reply, Exception) and not isinstance(reply, redis.ResponseError):
                 raise self._offline(reply) from reply
         return replies
+
+    def keys(self, prefix: bytes) -> Iterator[bytes]:
+        """Keys that begin with `prefix`, which has no wildcards, on every node.
+
+        TierOfflineError as for `run`.
+        """
+        redis = self._redis
+        try:
+            with self._lock:
+                if self._client is None:
+                    self._client = self._connect()
+            yield from self._client.scan_iter(match=prefix + b"*", count=1000)
+        except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+            raise self._offline(error) from error
 
     def is_full(self, reply: object) -> bool:
         """Whether a command was refused for want of the server's memory."""

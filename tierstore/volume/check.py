@@ -62,7 +62,9 @@ _OPENING_KINDS = {
     "damaged directory": "directory",
     "short segment": "short",
     "stale table": "stale",
+    "stale segment header": "stale",
     "damaged row": "row",
+    "damaged key": "row",
 }
 """What opening repairs, so that nothing shows it afterwards. Other damage is found again here."""
 

@@ -36,10 +36,11 @@ def discard_leftovers(volume: Volume, space: Space, manifest: Manifest, io: File
     Also removes ``IDENTITY.new``.
     """
     used = [segment for segment in space.blank if not segment.is_new()]
-    for segment in used:
-        segment.wipe()
+    # Entries go first: a blank file that the directory knows is taken for a damaged one.
     entries = [key for key in manifest.all_keys() if _is_stale(key, volume)]
     manifest.remove(entries)
+    for segment in used:
+        segment.wipe()
     unfinished = os.path.join(volume.directory, IDENTITY + ".new")
     has_unfinished = os.path.lexists(unfinished)
     if has_unfinished:

@@ -125,7 +125,8 @@ class Records:
 
         pin_cached: pin the others as well.
         """
-        tick, n = self._next_tick(), len(keys)
+        n = len(keys)
+        tick = self._next_ticks(n)
         places: Pointers = np.empty(n, np.int64)
         sizes: Pointers = np.empty(n, np.int64)
         pages: Pointers = np.empty(n, np.int64)
@@ -215,14 +216,16 @@ class Records:
         return own
 
     def touch(self, places: Pointers) -> None:
-        """Note that records were used."""
-        self.used[places] = self._next_tick()
+        """Note that records were used, the last of them last."""
+        first = self._next_ticks(len(places))
+        self.used[places] = np.arange(first, first + len(places))
 
-    def _next_tick(self) -> int:
-        if self.tick >= _LAST_TICK:
+    def _next_ticks(self, count: int) -> int:
+        """The first of so many ticks."""
+        if self.tick + count > _LAST_TICK:
             self._number_uses_anew()
-        self.tick += 1
-        return self.tick
+        first, self.tick = self.tick + 1, self.tick + count
+        return first
 
     def _number_uses_anew(self) -> None:
         """Give uses the lowest ticks in the same order, before the counter runs over."""
