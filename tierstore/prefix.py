@@ -97,18 +97,21 @@ class PrefixCache:
         tokens: Tokens | Sequence[int],
         out: Bytes,
         *,
+        first: int = 0,
         extra: bytes = b"",
         deadline: float | None = None,
     ) -> int:
-        """Copy the longest stored run of blocks from the start; returns how many.
+        """Copy the longest stored run of blocks from number `first` on; returns how many.
 
-        out: uint8 [n, block_bytes], for the first n blocks at most; rows after the run are left
-        alone. deadline: seconds from now, after which the rest is a miss.
+        out: uint8 [n, block_bytes], for n blocks at most; rows after the run are left alone.
+        deadline: seconds from now, after which the rest is a miss.
         """
         self._check_blocks("out", out)
+        if first < 0:
+            raise ConfigError(f"first={first}: expected the number of a block, 0 or more")
         end = None if deadline is None else monotonic() + deadline
         chain = Chain(tokens, self.block_tokens, extra)
-        keys = self._keys(chain.digests)
+        keys, trailers = self._keys(chain.digests)[first:], chain.trailers[first:]
         size, got = self.block_bytes + chain.trailer_bytes, 0
         batches = _batches(np.arange(self._run(keys[: len(out)])), size)
         scratch = np.empty((max(map(len, batches), default=0), size), np.uint8)
@@ -116,7 +119,7 @@ class PrefixCache:
             left = None if end is None else max(0.0, end - monotonic())
             values = scratch[: len(rows)]
             sizes = self.store.get_into(keys[rows], values, deadline=left)
-            proven = (values[:, self.block_bytes :] == chain.trailers[rows]).all(axis=1)
+            proven = (values[:, self.block_bytes :] == trailers[rows]).all(axis=1)
             count = _leading(proven & (sizes == size))
             out[got : got + count] = values[:count, : self.block_bytes]
             got += count

@@ -214,7 +214,7 @@ class _Queue:
         self._process = os.getpid()
         self._arrived = threading.Condition(threading.Lock())
         self._waiting: deque[_Batch] = deque()
-        self._live: set[_Batch] = set()
+        self._live: weakref.WeakSet[_Batch] = weakref.WeakSet()
         self._idle = 0
 
     def add(self, batch: _Batch, hands: int) -> bool:
@@ -262,9 +262,8 @@ class _Queue:
         return None
 
     def drop(self, batch: _Batch) -> None:
-        """Forget a batch."""
+        """Offer a batch to workers no more."""
         with self._arrived:
-            self._live.discard(batch)
             if batch in self._waiting:
                 self._waiting.remove(batch)
 
@@ -364,7 +363,7 @@ class ReadPool:
     def _begin(self, requests: Sequence[Read], deadline: float | None, callers: int) -> Reading:
         until = None if deadline is None else time.monotonic() + deadline
         batch = _Batch(requests)
-        if not self._queue.add(batch, len(batch.runs) - callers):
+        if not self._queue.add(batch, len(batch.runs) - callers) or not batch.runs:
             batch.cancel()
         return Reading(self._queue, batch, until)
 

@@ -37,13 +37,14 @@ PLAN = Plan(
     most_syncs=1,
     records=500,
 )
+STORES: tuple[type[Contender], ...] = (Keyed, *PEERS)
 ALL = tuple(
     pytest.param(
         each,
         id=each.name,
         marks=pytest.mark.skipif(not is_installed(each), reason=f"no package {each.package}"),
     )
-    for each in (Keyed, *PEERS)
+    for each in STORES
 )
 
 

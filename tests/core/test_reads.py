@@ -150,6 +150,29 @@ def test_no_requests_have_no_outcomes(pools: Callable[..., ReadPool], threads: i
     assert pools(FileIO(), threads).read([]) == []
 
 
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("deadline", [None, LONG])
+def test_batches_can_be_under_way_while_the_caller_does_something_else(
+    fd: int, pools: Callable[..., ReadPool], threads: int, deadline: float | None
+) -> None:
+    pool = pools(FileIO(), threads)
+    buffers = [bytearray(64) for _ in range(90)]
+    requests = [Read(fd, 100 * n, buffer) for n, buffer in enumerate(buffers)]
+    readings = [pool.begin(requests[part::3], deadline) for part in range(3)]
+    assert [reading.wait() for reading in readings[::-1]] == [[None] * 30] * 3
+    assert buffers == [CONTENT[100 * n : 100 * n + 64] for n in range(90)]
+
+
+def test_a_batch_is_read_before_anybody_waits_for_it(
+    fd: int, pools: Callable[..., ReadPool]
+) -> None:
+    read = threading.Event()
+    reading = pools(FileIO(), 1).begin([Read(fd, 0, buffer := bytearray(4), read.set)])
+    assert read.wait(LONG)
+    assert buffer == CONTENT[:4]
+    assert reading.wait() == [None]
+
+
 # How it reads
 
 
@@ -347,15 +370,16 @@ def test_a_late_batch_does_not_go_on(path: Path) -> None:
     fd = hung.io.open(str(path), os.O_RDONLY)
     pool = ReadPool(hung.io, 1)
     requests = [
-        Read(fd, 0, bytearray(8), lambda: called.append(0)),
-        Read(fd, 1000, bytearray(8), lambda: called.append(1)),
+        Read(fd, 100 * n, bytearray(8), lambda n=n: called.append(n))  # type: ignore[misc]
+        for n in range(8)
     ]
     caller = threading.Thread(target=lambda: outcomes.extend(pool.read(requests, LONG)))
     caller.start()
     assert hung.arrived.wait(LONG)
     assert not pool.close(deadline=0)
     caller.join(LONG)
-    assert [getattr(outcome, "is_settled", None) for outcome in outcomes] == [False, True]
+    settled = [getattr(outcome, "is_settled", None) for outcome in outcomes]
+    assert settled == [False] * 4 + [True] * 4, "one thread takes four of eight at first"
     hung.released.set()
     assert pool.close()
     assert called == [0]
@@ -411,13 +435,11 @@ def test_a_pool_that_nobody_has_ends_its_threads(fd: int) -> None:
 def test_buffers_are_not_kept_alive(fd: int, pools: Callable[..., ReadPool]) -> None:
     pool = pools(FileIO(), 2)
     buffer = np.zeros(64, np.uint8)
-    gone = weakref.ref(buffer)
+    gone = threading.Event()
+    weakref.finalize(buffer, gone.set)
     assert pool.read([Read(fd, 0, buffer.data)], LONG) == [None]
     del buffer
-    other = [Read(fd, 100 * n, bytearray(4)) for n in range(40)]
-    assert pool.read(other, LONG) == [None] * 40
-    gc.collect()
-    assert gone() is None
+    assert gone.wait(LONG)
 
 
 EXIT = """

@@ -25,7 +25,7 @@ from tierstore.keyed import KeyedStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOMY = {"disk": 8 << 20, "segment": 128 << 10}
+ROOMY = {"disk": (1 << 20) + 16 * (256 << 10), "segment": 256 << 10}
 TIGHT = {"disk": (1 << 20) + 3 * (128 << 10), "segment": 128 << 10}
 KILLS = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 200
 ROUNDS = 10

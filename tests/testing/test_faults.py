@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tierstore.errors import ConfigError
 from tierstore.io import DIRECT, FileIO, read_fully, write_fully
@@ -361,6 +361,23 @@ def test_unsynced_bytes_vanish_and_synced_ones_stay(root: Path) -> None:
     assert (root / "a").read_bytes() == b"NEWced\0\0\0longer", "the real file is left alone"
 
 
+def test_a_write_over_an_unsynced_one_keeps_what_was_synced(root: Path) -> None:
+    io, content = FaultIO(root), b"o" * 3 * PAGE
+    fd = create(io, root / "a", content)
+    io.write(fd, [b"N" * 10], PAGE - 5)
+    io.write(fd, [b"N" * 2 * PAGE], PAGE // 2)
+    assert after_crash(io, root.parent)["a"] == content
+
+
+def test_no_seed_saves_what_must_be_lost(root: Path) -> None:
+    io = FaultIO(root)
+    fd = create(io, root / "a", b"old")
+    for _ in range(8):
+        io.write(fd, [b"NEW"], 0)
+    contents = [after_crash(io, root.parent, seed=seed)["a"] for seed in range(4)]
+    assert contents == [b"old"] * 4
+
+
 def test_any_subset_of_unsynced_writes_can_survive(root: Path) -> None:
     io = FaultIO(root)
     fd = create(io, root / "a", b"....")
@@ -426,6 +443,20 @@ def test_what_a_failed_sync_gave_up_no_later_sync_brings_back(root: Path) -> Non
     assert after_crash(io, root.parent)["a"] == b"NEW old NEW", "written again, it is durable"
 
 
+def test_a_cut_after_a_failed_sync_cuts_what_the_disk_has(root: Path) -> None:
+    io = FaultIO(root)
+    fd = create(io, root / "a", b"old" * 3000)
+    io.write(fd, [b"NEW"], 0)
+    io.write(fd, [b"NEW"], 8000)
+    io.inject("sync", error(errno.EIO), nth=1)
+    with pytest.raises(OSError, match="injected"):
+        io.sync(fd)
+    io.truncate(fd, 9)
+    io.allocate(fd, 0, 9000)
+    io.sync(fd)
+    assert after_crash(io, root.parent)["a"] == b"oldoldold".ljust(9000, b"\0")
+
+
 def test_writes_that_come_while_a_sync_runs_are_not_covered_by_it(root: Path) -> None:
     io, released, arrived = FaultIO(root), threading.Event(), threading.Event()
     fd = create(io, root / "a", b"....")
@@ -461,6 +492,7 @@ def test_a_file_that_is_opened_empty_was_cut(root: Path) -> None:
     io.close(create(io, root / "a", b"content"))
     fd = io.open(str(root / "a"), os.O_RDWR | os.O_TRUNC)
     assert after_crash(io, root.parent)["a"] == b"content"
+    assert after_crash(io, root.parent, "all")["a"] == b""
     io.sync(fd)
     assert after_crash(io, root.parent)["a"] == b""
 
@@ -483,6 +515,20 @@ def test_files_from_before_are_durable(root: Path) -> None:
     fd = io.open(str(root / "a"), os.O_RDWR)
     io.write(fd, [b"NEW"], 0)
     assert after_crash(io, root.parent)["a"] == b"from before"
+
+
+def test_a_file_that_others_replaced_is_another_one(root: Path) -> None:
+    (root / "a").write_bytes(b"ours")
+    io = FaultIO(root)
+    fd = io.open(str(root / "a"), os.O_RDWR)
+    io.write(fd, [b"NEW"], 0)
+    (root / "theirs").write_bytes(b"theirs")
+    os.replace(root / "theirs", root / "a")
+    io.close(fd)
+    fd = io.open(str(root / "a"), os.O_RDWR)
+    io.write(fd, [b"NEW"], 0)
+    assert after_crash(io, root.parent)["a"] == b"theirs"
+    io.close(fd)
 
 
 # Power loss: names
@@ -682,7 +728,7 @@ class PowerLoss(RuleBasedStateMachine):
         self.unsynced_names: list[dict[str, Twin | None]] = []
         self.fds: dict[str, int] = {}
 
-    @initialize(old=st.dictionaries(st.sampled_from(NAMES), st.binary(max_size=SPAN), max_size=2))
+    @initialize(old=st.dictionaries(st.sampled_from(NAMES), st.binary(max_size=SPAN), min_size=1))
     def begin(self, old: dict[str, bytes]) -> None:
         for name, content in old.items():
             (self.root / name).write_bytes(content)
@@ -703,8 +749,14 @@ class PowerLoss(RuleBasedStateMachine):
             self.unsynced_names.append({name: self.names[name]})
 
     @precondition(lambda self: self.names)
-    @rule(data=st.data(), offset=st.integers(0, SPAN), content=st.binary(min_size=1, max_size=40))
-    def write(self, data: st.DataObject, offset: int, content: bytes) -> None:
+    @rule(
+        data=st.data(),
+        page=st.integers(0, 2),
+        place=st.integers(-30, 30),
+        content=st.binary(min_size=1, max_size=40),
+    )
+    def write(self, data: st.DataObject, page: int, place: int, content: bytes) -> None:
+        offset = max(0, page * PAGE + place)
         name = data.draw(st.sampled_from(sorted(self.names)))
         content *= data.draw(st.sampled_from([1, 20, 100]))
         self.io.write(self.fds[name], [content], offset)
@@ -759,13 +811,13 @@ class PowerLoss(RuleBasedStateMachine):
         self.io.crash(into, keep=keep, tear=tear, seed=seed)
         return {path.name: path.read_bytes() for path in into.iterdir()}
 
-    @rule()
-    def lose_everything_unsynced(self) -> None:
+    @invariant()
+    def everything_unsynced_can_be_lost(self) -> None:
         found = self.crashed("none")
         assert found == {name: twin.durable for name, twin in self.durable_names.items()}
 
-    @rule()
-    def lose_nothing(self) -> None:
+    @invariant()
+    def nothing_can_be_lost(self) -> None:
         assert self.crashed("all") == {name: twin.now for name, twin in self.names.items()}
 
     @rule(seed=st.integers(0, 1000), tear=st.sampled_from([None, 512, 4096]))
@@ -790,7 +842,7 @@ def _after(names: dict[str, Twin], change: dict[str, Twin | None]) -> dict[str, 
     return {name: twin for name, twin in {**names, **change}.items() if twin is not None}
 
 
-PowerLoss.TestCase.settings = settings(stateful_step_count=25)
+PowerLoss.TestCase.settings = settings(stateful_step_count=12)
 TestPowerLoss = PowerLoss.TestCase
 
 

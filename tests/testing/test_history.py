@@ -100,6 +100,32 @@ def test_a_get_may_see_what_was_there_at_any_time_while_it_ran() -> None:
     assert not is_right(history)
 
 
+def test_a_long_get_makes_nothing_right_for_later_ones() -> None:
+    """What the long one may still see is remembered, and is stale for the others."""
+    for stale in (1, 2):
+        history = History()
+        put(history, "a", 1)
+        with history.get("a") as long:
+            with history.put("a", 2) as refused:
+                refused.is_refused = True
+            put(history, "a", 3)
+            get(history, "a", 3)
+            assert is_right(history)
+            get(history, "a", stale)
+            long.value = stale
+        with pytest.raises(AssertionError, match="1 of 3 values"):
+            history.check()
+
+
+def test_a_refused_value_is_wrong_for_later_gets_while_a_long_one_runs() -> None:
+    history = History()
+    with history.get("a"):
+        with history.put("a", 1) as refused:
+            refused.is_refused = True
+        get(history, "a", 1)
+    assert not is_right(history)
+
+
 def test_puts_that_overlap_end_in_either_order() -> None:
     for last in (1, 2):
         history = History()

@@ -21,7 +21,6 @@ from tierstore.volume.format import (
     LIVE,
     MAGIC,
     PAGE,
-    Header,
 )
 from tierstore.volume.lock import LOCK
 from tierstore.volume.manifest import FOLDER, group_of
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from tierstore.interfaces import Pointers
     from tierstore.io import FileIO
+    from tierstore.volume.format import Header
     from tierstore.volume.manifest import Manifest
     from tierstore.volume.segment import Segment
     from tierstore.volume.space import Space
@@ -269,8 +269,7 @@ class Check:
             return
         self._note("header", segment.path, message)
         if self._fix and segment.is_blank:
-            segment.write_header(Header(self._volume.identity.digest, 0, segment.number, 0, 0, 0))
-            segment.forget()
+            self._files.wipe(segment)
         elif self._fix:
             segment.write_header(segment.header)
 

@@ -209,6 +209,11 @@ class SegmentFiles:
         self.retired.append(segment)
         self._io.sync_directory(self.folder)
 
+    def wipe(self, segment: Segment) -> None:
+        """Let the disk forget what is in a blank segment's file. OSError if it is full."""
+        segment.wipe(Header(self._identity, 0, segment.number, 0, 0, 0))
+        segment.forget()
+
     def renew_blank(self, segment: Segment) -> None:
         """Put a new file in the place of a blank segment's, which is gone or another."""
         with suppress(FileNotFoundError):

@@ -16,6 +16,7 @@ from tierstore.volume.opening import IDENTITY, SEGMENT_NAME, SEGMENTS
 if TYPE_CHECKING:
     from tierstore.io import FileIO
     from tierstore.volume.manifest import Manifest
+    from tierstore.volume.segment import Segment
     from tierstore.volume.space import Space
     from tierstore.volume.volume import Volume
 
@@ -35,12 +36,12 @@ def discard_leftovers(volume: Volume, space: Space, manifest: Manifest, io: File
 
     Also removes ``IDENTITY.new``.
     """
-    used = [segment for segment in space.blank if not segment.is_new()]
-    # Entries go first: a blank file that the directory knows is taken for a damaged one.
+    used = [segment for segment in space.blank if _has_rows(segment)]
+    # Entries go first: a file without header that the directory knows is taken for damaged.
     entries = [key for key in manifest.all_keys() if _is_stale(key, volume)]
     manifest.remove(entries)
     for segment in used:
-        segment.wipe()
+        volume.files.wipe(segment)
     unfinished = os.path.join(volume.directory, IDENTITY + ".new")
     has_unfinished = os.path.lexists(unfinished)
     if has_unfinished:
@@ -48,6 +49,11 @@ def discard_leftovers(volume: Volume, space: Space, manifest: Manifest, io: File
     return Leftovers(
         len(used), sum(segment.nbytes for segment in used), len(entries), int(has_unfinished)
     )
+
+
+def _has_rows(segment: Segment) -> bool:
+    header = segment.read_header()
+    return header is not None and header.extents > 0
 
 
 def _is_stale(key: bytes, volume: Volume) -> bool:

@@ -293,6 +293,8 @@ class Opening:
         if size < segment.nbytes and not self._read_only:
             self._complain(int(header is not None), "short segment", segment.path)
             segment.extend()
+        # Of what a killed process wrote nobody knows whether it is durable.
+        segment.is_dirty = not self.is_clean
         files.by_number[segment.number] = segment
         if header is not None and header.extents and header.epoch == self.facts.epoch:
             self.sequence = max(self.sequence, header.generation + 1)
@@ -373,6 +375,8 @@ class Opening:
         for segment in space.blank[: max(0, len(files.by_number) - most)]:
             files.remove(segment)
         files.create_missing(most)
+        if not self.is_clean:
+            self._io.sync_directory(self.folder)
 
 
 def segments_in(capacity_bytes: int, segment_bytes: int) -> int:

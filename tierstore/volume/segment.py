@@ -121,11 +121,11 @@ class Segment:
         """Remove what follows the bytes that belong to the file."""
         self._io.truncate(self._fd, self.nbytes)
 
-    def wipe(self) -> None:
-        """Let the disk forget what is in the file. For blank ones; OSError if the disk is full."""
-        self.is_dirty = True
+    def wipe(self, header: Header) -> None:
+        """Let the disk forget what is in the file, but for that header. OSError if it is full."""
         self._io.truncate(self._fd, 0)
         self._io.allocate(self._fd, 0, self.nbytes)
+        self.write_header(header)
 
     # Header and rows
 
