@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
     from tierstore.volume import Volume
 
 _STAGING_BYTES = 1 << 20
-_STAGING = 64
+_STAGING = 96
+_GROUP = 32
+_GROUPS = 3
+"""Groups under way: while one is handed out, the disk has two."""
 
 
 class _Load:
@@ -34,6 +40,16 @@ class _Load:
         self.waiting = 0
         self.value: bytes | None = None
         self.reason = "io"
+
+
+@dataclass(slots=True)
+class _Group:
+    """Values that are read together. finish: waits for the outcomes. release: the buffers go."""
+
+    positions: list[int]
+    buffers: list[memoryview]
+    finish: Callable[[], list[Exception | None]]
+    release: Callable[[Sequence[Exception | None]], None]
 
 
 class Loader:
@@ -92,9 +108,7 @@ class Loader:
         """Load what nobody loads yet, and wait for the rest; returns what another gave up on."""
         own, others = self._share(places, positions)
         try:
-            waiting = list(own)
-            while waiting:
-                waiting = self._load_some(places, waiting, deliver, misses, until)
+            self._load_own(places, list(own), deliver, misses, until)
         finally:
             self._abandon(places, own)
         again = []
@@ -138,70 +152,99 @@ class Loader:
                     del self._loads[place]
                     load.done.set()
 
-    def _load_some(
+    def _load_own(
         self,
         places: Pointers,
-        waiting: list[int],
+        positions: list[int],
         deliver: Callable[[int, memoryview], None],
         misses: Counter[str],
         until: float | None,
-    ) -> list[int]:
-        """Load the first of those waiting, as many as there are buffers; returns the others."""
-        rooms = [self._room(int(places[position])) for position in waiting[:_STAGING]]
-        small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
-        if small == 0:
-            left = _left(until)
-            if not self._large.acquire(timeout=-1 if left is None else left):
-                return self._give_up(places, waiting, misses)
-            try:
-                large = AlignedBuffers(rooms[0], 1).take()
-                self._read(places, waiting[:1], large, deliver, misses, until)
-            finally:
-                self._large.release()
-            return waiting[1:]
+    ) -> None:
+        """Read values in groups, the next one while the one before is handed out."""
+        waiting, under_way = positions, deque[_Group]()
         try:
-            buffers = self._staging.take(small, _left(until))
-        except CapacityError:
-            return self._give_up(places, waiting, misses)
-        outcomes: Sequence[Exception | None] = ()
-        try:
-            now = waiting[: len(buffers)]
-            outcomes = self._read(places, now, buffers, deliver, misses, until)
+            while waiting or under_way:
+                while waiting and len(under_way) < _GROUPS:
+                    group = self._begin(places, waiting, until, wait=not under_way)
+                    if group is None:
+                        break
+                    under_way.append(group)
+                    waiting = waiting[len(group.positions) :]
+                if not under_way:
+                    self._give_up(places, waiting, misses)
+                    return
+                self._settle(places, under_way.popleft(), deliver, misses)
         finally:
-            self._staging.give(buffers, outcomes)
-        return waiting[len(buffers) :]
+            for group in under_way:
+                group.release(group.finish())
 
-    def _give_up(self, places: Pointers, waiting: list[int], misses: Counter[str]) -> list[int]:
+    def _begin(
+        self, places: Pointers, waiting: list[int], until: float | None, *, wait: bool
+    ) -> _Group | None:
+        """Begin to read the first of those waiting; None if there are no buffers in time."""
+        rooms = [self._room(int(places[position])) for position in waiting[:_GROUP]]
+        small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
+        left = _left(until) if wait else 0.0
+        if small == 0:
+            if not self._large.acquire(timeout=-1 if left is None else left):
+                return None
+            buffers: list[memoryview] = []
+            release: Callable[[Sequence[Exception | None]], None] = self._release_large
+            try:
+                buffers = AlignedBuffers(rooms[0], 1).take()
+            except MemoryError:
+                self._large.release()
+                raise
+        else:
+            try:
+                buffers = self._staging.take(small, left)
+            except CapacityError:
+                return None
+            release = partial(self._staging.give, buffers)
+        own = waiting[: len(buffers)]
+        try:
+            finish = self._volume.begin_read([int(places[i]) for i in own], buffers, _left(until))
+        except BaseException:
+            release([None] * len(own))
+            raise
+        return _Group(own, buffers, finish, release)
+
+    def _release_large(self, outcomes: Sequence[Exception | None]) -> None:
+        self._large.release()
+
+    def _give_up(self, places: Pointers, waiting: list[int], misses: Counter[str]) -> None:
         for position in waiting:
             self._finish(int(places[position]), None, "deadline", misses)
-        return []
 
     def _room(self, place: int) -> int:
         return -(-max(self._volume.files.disk_bytes(place), 1) // PAGE) * PAGE
 
-    def _read(
+    def _settle(
         self,
         places: Pointers,
-        positions: list[int],
-        buffers: Sequence[memoryview],
+        group: _Group,
         deliver: Callable[[int, memoryview], None],
         misses: Counter[str],
-        until: float | None,
-    ) -> list[Exception | None]:
-        own = [int(places[position]) for position in positions]
-        outcomes = self._volume.read(own, buffers, _left(until))
-        for place, position, buffer, outcome in zip(own, positions, buffers, outcomes, strict=True):
-            value = None
-            if outcome is None:
-                try:
-                    value = self._decoded(place, buffer)
-                except CorruptBlockError as error:
-                    outcome = error
-                    self._volume.drop_damaged(np.array([place]), "codec")
-            self._finish(place, value, _reason(outcome), misses)
-            if value is not None:
-                deliver(position, value)
-        return outcomes
+    ) -> None:
+        """Hand out what a group brought."""
+        outcomes: Sequence[Exception | None] = ()
+        try:
+            outcomes = group.finish()
+            for position, buffer, outcome in zip(
+                group.positions, group.buffers, outcomes, strict=True
+            ):
+                place, value = int(places[position]), None
+                if outcome is None:
+                    try:
+                        value = self._decoded(place, buffer)
+                    except CorruptBlockError as error:
+                        outcome = error
+                        self._volume.drop_damaged(np.array([place]), "codec")
+                self._finish(place, value, _reason(outcome), misses)
+                if value is not None:
+                    deliver(position, value)
+        finally:
+            group.release(outcomes)
 
     def _decoded(self, place: int, buffer: memoryview) -> memoryview:
         row = self._volume.records.rows[place]

@@ -58,6 +58,11 @@ def fill(path: Path, names: list[bytes], **options: Any) -> None:
         assert store.put_many(names, [value_of(key) for key in names]).all()
 
 
+def rows_speak_for_themselves(path: Path) -> None:
+    """Take the directory away, which knows the tables as they were."""
+    shutil.rmtree(raw.namespace(path) / "directory")
+
+
 def assert_found(store: KeyedStore, names: list[bytes]) -> None:
     assert store.get_many(names) == [value_of(key) for key in names]
 
@@ -229,6 +234,7 @@ def test_a_length_that_cannot_be_claims_no_memory(
     record = raw.live(tmp_path / "s")[keys(2)[0]]
     payload = raw.read(record.path, record.payload_at, record.disk_bytes)
     raw.seal(record, record.row._replace(**{name: most}), payload)
+    rows_speak_for_themselves(tmp_path / "s")
     tracemalloc.start()
     with open_store(tmp_path / "s", codec=codec) as store:
         assert_missed(store, keys(2)[:1])
@@ -683,6 +689,7 @@ def coded(path: Path, payload: Callable[[bytes], bytes]) -> KeyedStore:
     record = raw.live(path)[b"a"]
     stored = payload(raw.read(record.path, record.payload_at, record.row.stored_bytes))
     raw.seal(record, record.row._replace(stored_bytes=len(stored)), stored)
+    rows_speak_for_themselves(path)
     return open_store(path, codec=ShuffleZstdCodec())
 
 
@@ -742,6 +749,7 @@ def test_a_value_of_another_codec_is_rejected(tmp_path: Path) -> None:
     for record, code in ((one, ShuffleZstdCodec.code), (two, Int8Codec.code)):
         payload = raw.read(record.path, record.payload_at, record.disk_bytes)
         raw.seal(record, record.row._replace(codec=code), payload)
+    rows_speak_for_themselves(tmp_path / "s")
     with open_store(tmp_path / "s") as store:
         assert_missed(store, keys(3)[:2])
         assert_found(store, keys(3)[2:])
@@ -859,7 +867,8 @@ def test_damage_met_while_a_failed_file_is_moved_costs_no_other(tmp_path: Path) 
             store.sync()
         assert_found(store, names[:7] + names[8:])
         assert_missed(store, names[7:8])
-        assert store.stats().dropped["corrupt"] + store.stats().dropped["io"] >= 1
+        assert store.stats().dropped["io"] == len(names)
+        assert len(store) == len(names) - 1
         store.sync()
         store.validate()
 

@@ -176,10 +176,10 @@ class Check:
         match = SEGMENT_NAME.fullmatch(name) if folder == SEGMENTS else None
         if stat.S_ISDIR(kind) and folder == "" and name in _FOLDERS:
             self._check_mode(path, 0o700)
+        elif stat.S_ISREG(kind) and match and int(match[1]) not in self._files.by_number:
+            self._check_unused(path)
         elif stat.S_ISREG(kind) and (name in files or match):
             self._check_mode(path, 0o600)
-            if match and int(match[1]) not in self._files.by_number:
-                self._check_unused(path)
         elif stat.S_ISREG(kind) and folder == "" and name == IDENTITY + ".new":
             self._note("leftover", path, "is of a clear() that did not finish")
             if self._fix:
@@ -452,7 +452,7 @@ class Check:
             if (self._records.segment[places] < 0).any():
                 return  # the file failed meanwhile, and what it held was dropped
             requests = self._files.reads(places, buffers)
-        outcomes = self._files.perform(requests, None)
+        outcomes = self._files.attempt(requests)
         damaged = []
         with self._volume.lock:
             for place, buffer, outcome in zip(places, buffers, outcomes, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 
 from tierstore.errors import CapacityError, CorruptBlockError
 from tierstore.events import emit
-from tierstore.reads import LateReadError, Read, ReadPool
+from tierstore.reads import LateReadError, Read, Reading, ReadPool
 from tierstore.sizes import format_size
 from tierstore.volume.format import KEY_INLINE, LIVE, PAGE, Header, extents_in, payload_checksum
 from tierstore.volume.segment import SUFFIX, Segment, stored_digest
@@ -298,9 +298,20 @@ class SegmentFiles:
             requests.append(Read(segment.direct, segment.offset(place), room, check))
         return requests
 
+    def attempt(self, requests: list[Read]) -> list[Exception | None]:
+        """`perform` without a deadline, and without counting what fails against the disk."""
+        return self._pool.read(requests)
+
     def perform(self, requests: list[Read], deadline: float | None) -> list[Exception | None]:
         """The outcome of each request: None, CorruptBlockError, OSError or LateReadError."""
-        outcomes = self._pool.read(requests, deadline)
+        return self.noted(self._pool.read(requests, deadline))
+
+    def start(self, requests: list[Read], deadline: float | None) -> Reading:
+        """`perform` without waiting; its outcomes go through `noted`."""
+        return self._pool.begin(requests, deadline)
+
+    def noted(self, outcomes: list[Exception | None]) -> list[Exception | None]:
+        """Outcomes, after the disk's health took note of them."""
         for outcome in outcomes:
             if outcome is None:
                 self._health.praise()

@@ -347,7 +347,7 @@ class Volume:
 
     def write_rows(self, places: Pointers) -> None:
         """Bring rows to disk as they are in memory; a file that refuses them is given up."""
-        if self.is_read_only:
+        if self.is_read_only or not len(places):
             return
         with suppress(OSError):  # the tables would be taken for damaged: a loss, never a lie
             self._begin_changes()
@@ -579,27 +579,39 @@ class Volume:
 
         A record found damaged is dropped. Outcomes: CorruptBlockError, OSError, LateReadError.
         """
+        return self.begin_read(places, buffers, deadline)()
+
+    def begin_read(
+        self, places: Sequence[int], buffers: Sequence[memoryview], deadline: float | None
+    ) -> Callable[[], list[Exception | None]]:
+        """`read` without waiting for the disk: call the result for the outcomes."""
         until = None if deadline is None else time.monotonic() + deadline
         lost = TierOfflineError(errno.EIO, f"{self.directory!r}: the file, or the disk, failed")
         outcomes: list[Exception | None] = [lost] * len(places)
         if self.health.is_offline:
-            return outcomes
+            return lambda: outcomes
         try:
             with self.locked(deadline):
                 there = [i for i, place in enumerate(places) if self.records.segment[place] >= 0]
                 requests = self.files.reads([places[i] for i in there], [buffers[i] for i in there])
         except TierOfflineError as error:
-            return [LateReadError(str(error), None)] * len(places)
+            late = LateReadError(str(error), None)
+            return lambda: [late] * len(places)
         left = None if until is None else max(0.0, until - time.monotonic())
-        for i, outcome in zip(there, self.files.perform(requests, left), strict=True):
-            outcomes[i] = outcome
-        bad = [
-            place
-            for place, outcome in zip(places, outcomes, strict=True)
-            if isinstance(outcome, CorruptBlockError)
-        ]
-        self.drop_damaged(np.array(bad, np.int64), "corrupt")
-        return outcomes
+        reading = self.files.start(requests, left)
+
+        def finish() -> list[Exception | None]:
+            for i, outcome in zip(there, self.files.noted(reading.wait()), strict=True):
+                outcomes[i] = outcome
+            bad = [
+                place
+                for place, outcome in zip(places, outcomes, strict=True)
+                if isinstance(outcome, CorruptBlockError)
+            ]
+            self.drop_damaged(np.array(bad, np.int64), "corrupt")
+            return outcomes
+
+        return finish
 
     def drop_damaged(self, places: Pointers, reason: str) -> None:
         """Drop those records of them that are still live."""
