@@ -31,15 +31,30 @@ _GROUPS = 3
 
 
 class _Load:
-    """A value on its way, and what those who wait for it get."""
+    """A value on its way, and what those who wait for it get.
 
-    __slots__ = ("done", "reason", "value", "waiting")
+    done: made by the first who waits, since most values have nobody else.
+    """
+
+    __slots__ = ("done", "reason", "value")
 
     def __init__(self) -> None:
-        self.done = threading.Event()
-        self.waiting = 0
+        self.done: threading.Event | None = None
         self.value: bytes | None = None
         self.reason = "io"
+
+    def join(self) -> threading.Event:
+        """Have the value passed on, and something to wait for."""
+        if self.done is None:
+            self.done = threading.Event()
+        return self.done
+
+    def finish(self, value: memoryview | None, reason: str) -> None:
+        """Pass the value on to those who wait, if there are any."""
+        self.reason = reason
+        if self.done is not None:
+            self.value = None if value is None else bytes(value)
+            self.done.set()
 
 
 @dataclass(slots=True)
@@ -112,8 +127,8 @@ class Loader:
         finally:
             self._abandon(places, own)
         again = []
-        for position, load in others:
-            if not load.done.wait(_left(until)):
+        for position, load, done in others:
+            if not done.wait(_left(until)):
                 misses["deadline"] += 1
             elif load.value is not None:
                 deliver(position, memoryview(load.value))
@@ -125,10 +140,10 @@ class Loader:
 
     def _share(
         self, places: Pointers, positions: list[int]
-    ) -> tuple[dict[int, _Load], list[tuple[int, _Load]]]:
+    ) -> tuple[dict[int, _Load], list[tuple[int, _Load, threading.Event]]]:
         """Positions to read here, and those that somebody is reading already."""
         own: dict[int, _Load] = {}
-        others: list[tuple[int, _Load]] = []
+        others: list[tuple[int, _Load, threading.Event]] = []
         with self._volume.lock:
             for position in positions:
                 place = int(places[position])
@@ -136,8 +151,7 @@ class Loader:
                 if load is None:
                     own[position] = self._loads[place] = _Load()
                 else:
-                    load.waiting += 1
-                    others.append((position, load))
+                    others.append((position, load, load.join()))
         return own, others
 
     def _abandon(self, places: Pointers, own: dict[int, _Load]) -> None:
@@ -150,7 +164,7 @@ class Loader:
                 place = int(places[position])
                 if self._loads.get(place) is load:
                     del self._loads[place]
-                    load.done.set()
+                    load.finish(None, load.reason)
 
     def _load_own(
         self,
@@ -271,11 +285,7 @@ class Loader:
                 misses[reason] += 1
             elif self.hot is not None:
                 self.hot.keep(place, value)
-            load = self._loads.pop(place)
-            load.reason = reason
-            if load.waiting and value is not None:
-                load.value = bytes(value)
-        load.done.set()
+            self._loads.pop(place).finish(value, reason)
 
 
 def _reason(outcome: Exception | None) -> str:

@@ -40,7 +40,7 @@ BITS_OF_A_HEADER = 8 * raw.CHECKED_HEADER_BYTES
 
 def open_store(path: Path, segments: int = 1, segment: int = MIB, **options: Any) -> KeyedStore:
     identity = options.pop("identity", Identity())
-    disk = MIB + segments * segment
+    disk = 64 * KIB + segments * segment
     return KeyedStore(path, identity, disk=disk, segment=segment, **options)
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_identity_of_an_empty_store_costs_no_disk(tmp_path: Path) -> N
     """A2: files without records still say how large they are."""
     open_store(tmp_path / "s", segments=3, segment=64 * KIB).close()
     raw.flip(raw.namespace(tmp_path / "s") / "IDENTITY", 5, 1)
-    with KeyedStore(tmp_path / "s", Identity(), disk=MIB + 3 * 64 * KIB) as store:
+    with KeyedStore(tmp_path / "s", Identity(), disk=64 * KIB + 3 * 64 * KIB) as store:
         assert store.put(b"a", b"1")
         assert len(raw.segments(tmp_path / "s")) == 3
 
@@ -632,7 +632,7 @@ LMDB_DAMAGE = [
 
 def visited(path: Path, server: ForkServer, names: list[bytes], **options: Any) -> int:
     """How a child ends that uses a store: 0 if no value was wrong and new ones could be put."""
-    options = {"disk": MIB + 6 * 16 * KIB, "segment": 16 * KIB, **options}
+    options = {"disk": 64 * KIB + 6 * 16 * KIB, "segment": 16 * KIB, **options}
     return server.run(
         "visit", folder=str(path), options=options, keys=[key.hex() for key in names]
     )
@@ -671,7 +671,7 @@ def test_the_process_survives_any_bit_of_the_directory_file(
     for _ in range(FLIPS):
         at, bit = coin.choice([*written, coin.randrange(len(good))]), coin.randrange(8)
         raw.flip(file, at, bit)
-        assert visited(tmp_path / "s", server, names[:10], disk=MIB + 8 * 16 * KIB) == 0, (at, bit)
+        assert visited(tmp_path / "s", server, names[:10], disk=64 * KIB + 8 * 16 * KIB) == 0, (at, bit)
         shutil.rmtree(tmp_path / "s")
         shutil.copytree(tmp_path / "good", tmp_path / "s")
 
