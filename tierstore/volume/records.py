@@ -105,7 +105,7 @@ class Records:
     def _grow(self, count: int) -> int:
         first, need = self._size, self._size + count
         if need > len(self.rows):
-            self._allocate(max(need, len(self.rows) + len(self.rows) // 8))
+            self._allocate(max(need, len(self.rows) + len(self.rows) // 32))
         self._size = need
         return first
 
@@ -174,7 +174,7 @@ class Records:
         return self.enter_newest(owned[self.rows["state"][owned] == LIVE])
 
     def _reserve(self, count: int) -> None:
-        need = (self.live + count) * 3 // 2
+        need = (self.live + count) * 5 // 4
         if need <= len(self._index):
             return
         places = self.live_places()
