@@ -42,7 +42,9 @@ class ExpectedState:
     def __init__(self, path: Path) -> None:
         is_new = not path.exists()
         shape = (KEYS + 1, 2)
-        self._table: npt.NDArray[np.int64] = np.memmap(path, np.int64, "w+" if is_new else "r+", shape=shape)
+        self._table: npt.NDArray[np.int64] = np.memmap(
+            path, np.int64, "w+" if is_new else "r+", shape=shape
+        )
         if is_new:
             self._table[:, 0], self._table[:, 1] = ABSENT, _NOTHING_PENDING
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,11 @@ class ForkServer:
         return self._server.stdout.readline().decode().strip()
 
     def run(
-        self, job: str, *, kill_after: Callable[[], tuple[int, float]] | None = None, **command: Any
+        self,
+        job: str,
+        *,
+        kill_after: Callable[[], tuple[int, float]] | None = None,
+        **command: object,
     ) -> int:
         """Have a child do a job; how it ended: its exit code, or minus the signal.
 

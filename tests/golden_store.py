@@ -7,7 +7,6 @@ new version, or the reason why what old releases wrote is still read.
 from __future__ import annotations
 
 import hashlib
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -103,4 +102,4 @@ def _pack() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_pack())
+    _pack()

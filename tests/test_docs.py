@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -103,7 +104,7 @@ def test_commands_and_their_options_exist(document: Path) -> None:
     if find_spec("tierstore.adapters.cli") is None:
         pytest.skip("there is no command line yet")
     for words in commands_in(document, "tierstore"):
-        command = [word for word in words[1:2] if not word.startswith("-")]
+        command = takewhile(lambda word: not word.startswith("-"), words[1:])
         program = str(Path(sys.executable).parent / "tierstore")
         answer = subprocess.run(
             [program, *command, "--help"], capture_output=True, text=True, timeout=60, check=False

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tierstore.interfaces import Bytes, Pointers, RecordTier
-    from tierstore.volume.check import Progress
     from tierstore.volume.records import Visited
+    from tierstore.volume.verifier import Progress
 
     Keys = Sequence[bytes] | Bytes
     Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
@@ -95,7 +95,7 @@ class KeyedStore:
         recovery: Literal["quiet", "strict"] = "quiet",
         read_only: bool = False,
         segment: int | str | None = None,
-        threads: int = 16,
+        threads: int = 32,
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -208,9 +208,8 @@ class KeyedStore:
         own, values = fields, pieces
         if len(chosen) < len(fields):
             own, values = fields.take(chosen), [pieces[i] for i in chosen.tolist()]
-        encoded = self._encoded(values)
         try:
-            done[chosen] = self.volume.write(own, encoded, deadline)
+            done[chosen] = self.volume.write(own, self._encoded(values), deadline)
         except (OSError, MemoryError) as error:
             with self.volume.lock:
                 self.volume.refused[self._reason(error)] += len(chosen)
@@ -272,9 +271,15 @@ class KeyedStore:
             self.volume.let_go(places[found])
         return is_right
 
-    def put(self, key: bytes, value: bytes | bytearray | memoryview | Bytes) -> bool:
+    def put(
+        self,
+        key: bytes,
+        value: bytes | bytearray | memoryview | Bytes,
+        *,
+        deadline: float | None = None,
+    ) -> bool:
         """Store a value under a key; whether it is readable now."""
-        return bool(self.put_many([key], [value])[0])
+        return bool(self.put_many([key], [value], deadline=deadline)[0])
 
     # Reading
 

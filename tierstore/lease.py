@@ -98,8 +98,7 @@ class Leases:
     ) -> Lease:
         """A lease on values of places that are pinned for it."""
         lease = Lease(owner, self._clock() + seconds, values, places, self._end)
-        with self._volume.lock:
-            self._held.append(lease)
+        self._held.append(lease)  # in one step, since the lock may be taken for longer than asked
         return lease
 
     def _end(self, lease: Lease) -> None:
@@ -127,5 +126,5 @@ class Leases:
     def end_all(self) -> None:
         """Invalidate every view."""
         with self._volume.lock:
-            for lease in self._held:
+            for lease in self._held.copy():
                 lease.end()

@@ -262,12 +262,15 @@ class Loader:
 
     def _decoded(self, place: int, buffer: memoryview) -> memoryview:
         row = self._volume.records.rows[place]
-        stored = buffer[: int(row["stored_bytes"])]
+        stored, size = buffer[: int(row["stored_bytes"])], int(row["value_bytes"])
+        code = 0 if self._codec is None else self._codec.code
+        if int(row["codec"]) != code:
+            raise CorruptBlockError(f"codec {row['codec']}: expected {code}")
         if self._codec is None:
+            if len(stored) != size:
+                raise CorruptBlockError(f"{len(stored)} bytes: expected {size}")
             return stored
-        if int(row["codec"]) != self._codec.code:
-            raise CorruptBlockError(f"codec {row['codec']}: expected {self._codec.code}")
-        out = np.empty((1, int(row["value_bytes"])), np.uint8)
+        out = np.empty((1, size), np.uint8)
         try:
             self._codec.decode(np.frombuffer(stored, np.uint8), out)
         except (CorruptBlockError, MemoryError):

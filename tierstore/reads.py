@@ -151,9 +151,13 @@ class _Batch:
             begun, is_active = self._begun, self._active > 0
         if _UNKNOWN not in known:
             return known
-        running = LateReadError("a read was not done in time", self if is_active else None)
+        running = LateReadError(
+            "a read is not done: the time was up, or the reader closed", self if is_active else None
+        )
         known = [running if outcome is _UNKNOWN else outcome for outcome in known]
-        untouched = LateReadError("there was no time to begin a read", None)
+        untouched = LateReadError(
+            "a read was not begun: the time was up, or the reader closed", None
+        )
         for run in self.runs[begun:]:
             for number in run:
                 known[number] = untouched
@@ -190,7 +194,7 @@ def _outcome(io: FileIO, request: Read) -> Exception | None:
     try:
         read_fully(io, request.fd, request.buffer, request.offset)
     except Exception as error:
-        return error
+        return _bare(error)
     return _checked(request)
 
 
@@ -199,8 +203,13 @@ def _checked(request: Read) -> Exception | None:
         if request.check is not None:
             request.check()
     except Exception as error:
-        return error
+        return _bare(error)
     return None
+
+
+def _bare(error: Exception) -> Exception:
+    """Without its traceback, which would keep the callers' frames, and what they hold, alive."""
+    return error.with_traceback(None)
 
 
 class _Queue:

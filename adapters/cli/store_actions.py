@@ -14,18 +14,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from tierstore.adapters.cli.text import visible
-from tierstore.codecs import (
-    Fp8Codec,
-    Int4Codec,
-    Int8Codec,
-    K8V4Codec,
-    RawCodec,
-    ShuffleZstdCodec,
-)
 from tierstore.errors import ConfigError, CorruptBlockError
 from tierstore.identity import FORMAT_VERSION
 from tierstore.sizes import format_size
 from tierstore.volume import Finding
+from tierstore.volume.format import CODECS
 from tierstore.volume.inspect import facts_of, namespaces, open_volume, size_classes
 from tierstore.volume.leftovers import remove_namespace
 
@@ -36,10 +29,6 @@ if TYPE_CHECKING:
     from tierstore.volume import Volume
 
 _WIDTH = 110  # columns, where no terminal says how many there are
-_CODECS = {
-    kind.code: kind.name
-    for kind in (RawCodec, ShuffleZstdCodec, Int8Codec, Int4Codec, K8V4Codec, Fp8Codec)
-}
 
 
 def stat(options: argparse.Namespace) -> int:
@@ -127,7 +116,8 @@ def _lines(volume: Volume, prefix: bytes, *, is_long: bool) -> Iterator[str]:
         if not key.startswith(prefix):
             continue
         row = records.rows[place]
-        codec = _CODECS.get(int(row["codec"]), f"codec {row['codec']}")
+        code = int(row["codec"])
+        codec = CODECS[code] if code < len(CODECS) else f"codec {code}"
         facts = f" {row['value_bytes']:>10} {row['stored_bytes']:>10} {row['sequence']:>10} {codec}"
         yield key.hex() + facts if is_long else key.hex()
 
@@ -142,7 +132,7 @@ def check(options: argparse.Namespace) -> int:
     damage = [finding for finding in found if finding.is_damage]
     is_fixed = all(finding.is_fixed for finding in damage)
     if damage and not is_fixed and not options.fix:
-        _print("repair it, and drop what is damaged, with: tierstore store check --fix")
+        _print(f"repair it, and drop what is damaged: tierstore store check --fix {options.path}")
     return 1 if damage else 0
 
 

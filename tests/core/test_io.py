@@ -95,6 +95,17 @@ def test_space_is_reserved_and_cut(fd: int) -> None:
     assert io.size(fd) == 10
 
 
+def test_syncs_reach_the_system(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would show it before a power loss."""
+    synced: list[tuple[int, int]] = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: synced.append((fd, os.fstat(fd).st_ino)))
+    FileIO().sync(fd)
+    assert synced == [(fd, os.fstat(fd).st_ino)]
+    FileIO().sync_directory(str(tmp_path))
+    assert synced[1][1] == tmp_path.stat().st_ino
+
+
 def test_names_are_listed_replaced_and_removed(tmp_path: Path) -> None:
     io = FileIO()
     (tmp_path / "a").write_bytes(b"a")

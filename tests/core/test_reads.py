@@ -206,7 +206,9 @@ def test_files_are_not_mixed(path: Path, tmp_path: Path, pools: Callable[..., Re
     (tmp_path / "other").write_bytes(bytes(SIZE))
     fds = [os.open(path, os.O_RDONLY), os.open(tmp_path / "other", os.O_RDONLY)]
     buffers = [bytearray(b"?" * 64) for _ in range(20)]
-    requests = [Read(fds[n % 2], 64 * (n // 2), buffer) for n, buffer in enumerate(buffers)]
+    # The second file is read from where the first one's last read ends.
+    places = [(fds[n % 2], 64 * (n // 2 + n % 2 * 10)) for n in range(20)]
+    requests = [Read(*place, buffer) for place, buffer in zip(places, buffers, strict=True)]
     assert not any(pools(FileIO(), 4).read(requests))
     assert b"".join(buffers[::2]) == CONTENT[:640]
     assert b"".join(buffers[1::2]) == bytes(640)

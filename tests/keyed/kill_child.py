@@ -2,7 +2,7 @@
 
 It imports once, so that a child begins within milliseconds. Commands come as lines of JSON on the
 standard input; for each, a child is forked, its process id answered, and how it ended after that.
-Children write a line to the descriptor given as argument for each operation that was acknowledged.
+Children write a line to the descriptor given as argument for each operation that is done.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,61 +24,39 @@ from expected_state import ABSENT, KEYS, ExpectedState, key, value
 
 from tierstore.errors import CorruptBlockError
 from tierstore.identity import Identity
-from tierstore.io import FileIO
 from tierstore.keyed import KeyedStore
+from tierstore.testing.faults import FaultIO
 from tierstore.testing.kills import COUNT, POINT, KillIO
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from tierstore.io import FileIO
+    from tierstore.testing.faults import Call
 
-    from _typeshed import ReadableBuffer
-
+Command = dict[str, Any]
 WRONG_BYTES, REFUSED, NEVER_KILLED = 10, 11, 12
 _MOST_STEPS = 4000
-_CALLS = (
-    "open", "close", "read", "read_into", "write", "sync", "sync_directory", "allocate",
-    "truncate", "size", "list", "make_directory", "rename", "remove",
-)  # fmt: skip
 
 
-class CallKillIO(FileIO):
-    """The real seam, in a process that kills itself at its n-th call; a write is done by half."""
+def dying_io(folder: str, nth: int) -> FaultIO:
+    """A seam whose process is killed at its n-th call; a write just before that is cut short."""
+    io, calls = FaultIO(folder), 0
 
-    def __init__(self, nth: int) -> None:
-        self._left = nth
-
-    def write(self, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> int:
-        if self._left == 1:
-            data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
-            os.pwrite(fd, data[: len(data) // 2], offset)
-        self._count()
-        return super().write(fd, buffers, offset)
-
-    def _count(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+    def strike(call: Call) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth - 1 and call.kind == "write":
+            call.limit = 100 if nth % 2 else 2000
+        if calls == nth:
             os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _counted(name: str) -> Any:
-    real = getattr(FileIO, name)
-
-    def call(self: CallKillIO, *arguments: Any) -> Any:
-        self._count()
-        return real(self, *arguments)
-
-    return call
-
-
-for _name in _CALLS:
-    if _name != "write":
-        setattr(CallKillIO, _name, _counted(_name))
+    io.inject("*", strike)
+    return io
 
 
 class Load:
     """Random operations on a store, each noted in the expected state before and after."""
 
-    def __init__(self, command: dict[str, Any], io: FileIO) -> None:
+    def __init__(self, command: Command, io: FileIO) -> None:
         self._options = command["options"]
         self._folder = command["folder"]
         self._io = io
@@ -149,23 +129,23 @@ def _acknowledge(what: str) -> None:
         os.write(int(sys.argv[1]), what.encode() + b"\n")
 
 
-def load(command: dict[str, Any]) -> None:
+def load(command: Command) -> None:
     """Use a store until killed: from outside, at a named point, or at a call of the seam."""
     if command.get("nth"):
-        io: FileIO = CallKillIO(command["nth"])
+        io: FileIO = dying_io(command["folder"], command["nth"])
     else:
         point, count = command.get("point", ""), str(command.get("count", 1))
         io = KillIO({POINT: point, COUNT: count})
     Load(command, io).run()
 
 
-def reopen(command: dict[str, Any]) -> None:
+def reopen(command: Command) -> None:
     """Open a store and close it, and be killed at a call of the seam if it comes to that."""
-    io = CallKillIO(command["nth"])
+    io = dying_io(command["folder"], command["nth"])
     KeyedStore(command["folder"], Identity(), io=io, **command["options"]).close()
 
 
-def visit(command: dict[str, Any]) -> None:
+def visit(command: Command) -> None:
     """Use a damaged store: every value is what it was, or missing, and new ones can be put."""
     keys = [bytes.fromhex(name) for name in command["keys"]]
     try:
@@ -186,7 +166,20 @@ def visit(command: dict[str, Any]) -> None:
             sys.exit(WRONG_BYTES)
 
 
-_JOBS = {job.__name__: job for job in (load, reopen, visit)}
+def visit_flipped(command: Command) -> None:
+    """`visit` copies of a store, in whose directory one bit each is flipped."""
+    for at, bit in command["flips"]:
+        _acknowledge(f"{at}/{bit}")
+        shutil.rmtree(command["folder"], ignore_errors=True)
+        shutil.copytree(command["good"], command["folder"])
+        (file,) = Path(command["folder"]).glob("*/directory/data.mdb")
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1 << bit
+        file.write_bytes(content)
+        visit(command)
+
+
+_JOBS = {job.__name__: job for job in (load, reopen, visit, visit_flipped)}
 
 
 def _warm_up() -> None:
@@ -215,8 +208,6 @@ def serve() -> None:
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
             finally:
                 os._exit(code)

@@ -116,7 +116,7 @@ def change_entry(directory: Path) -> None:
         environment.begin(write=True) as transaction,
     ):
         key = next(key for key, _ in transaction.cursor() if key != b"m")
-        value = bytearray(transaction.get(key))
+        value = bytearray(transaction.get(key, b""))
         value[3] ^= 1
         transaction.put(key, bytes(value))
 
@@ -474,6 +474,7 @@ def test_foreign_files_are_reported_and_never_touched(closed: Path, tmp_path: Pa
     (segments / "00000777.seg").mkdir()
     (segments / "00000778.seg").symlink_to(outside)
     (segments / "00000779.seg").write_bytes(b"not a segment")
+    (segments / "00000776.seg").write_bytes(b"TI")
     (closed / "directory" / "data.mdb.bak").write_bytes(b"")
     Path(os.fsdecode(os.fsencode(closed) + b"/\xff\xfe")).touch()
     foreign = {
@@ -525,7 +526,7 @@ def test_progress_comes_to_all_bytes_of_the_payloads(store: KeyedStore) -> None:
 def test_values_larger_than_the_room_for_reading_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.volume.check._BYTES_AT_ONCE", 2 * PAGE)
+    monkeypatch.setattr("tierstore.volume.verifier._BYTES_AT_ONCE", 2 * PAGE)
     fill(tmp_path)
     with open_store(tmp_path) as store:
         assert store.check() == []

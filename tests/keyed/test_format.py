@@ -1,7 +1,7 @@
 """The on-disk format, by a reader that knows docs/format.md and nothing of the code.
 
 The reader uses struct, json, xxhash, lmdb and zstandard only; the store under test is met at its
-public face. The golden store pins the bytes.
+public face (but for the table of codecs). The golden store pins the bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ import xxhash
 import zstandard
 from golden_store import CODED, IDENTITY, SEGMENT, VALUES, files, make, noise, unpack
 
-from tierstore.codecs import ShuffleZstdCodec
+from tierstore.codecs import (
+    Fp8Codec,
+    Int4Codec,
+    Int8Codec,
+    K8V4Codec,
+    RawCodec,
+    ShuffleZstdCodec,
+)
 from tierstore.errors import StoreMismatchError
 from tierstore.identity import Identity
 from tierstore.keyed import KeyedStore
+from tierstore.volume.format import CODECS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,8 +184,10 @@ def read_store(directory: Path) -> dict[bytes, bytes]:
     """Key to value."""
     facts = read_identity((directory / "IDENTITY").read_bytes())
     assert facts is not None
-    names = sorted((directory / "segments").iterdir())
-    return newest([row for name in names for row in rows_of(name.read_bytes(), facts)])
+    rows = []
+    for path in sorted((directory / "segments").iterdir()):
+        rows += [row for row in rows_of(path.read_bytes(), facts) if row.segment == int(path.stem)]
+    return newest(rows)
 
 
 def read_directory(directory: Path) -> dict[bytes, bytes]:
@@ -408,6 +418,20 @@ def test_a_segment_of_another_namespace_is_refused(golden: Path) -> None:
         read_store(golden)
 
 
+def test_a_copy_of_a_segment_under_another_number_counts_for_nothing(golden: Path) -> None:
+    """A4. Its rows and payloads are right among themselves: only the number tells."""
+    used = golden / "segments" / "00000004.seg"
+    shutil.copy(used, golden / "segments" / "00000000.seg")
+    assert read_store(golden) == VALUES
+    with open_golden(golden) as store:
+        assert store.stats().dropped == {"damaged segment header": 1}
+        assert dict(zip(VALUES, store.get_many(list(VALUES)), strict=True)) == VALUES
+        store.delete(b"short")
+    with open_golden(golden) as store:
+        assert store.get(b"short") is None
+    assert b"short" not in read_store(golden)
+
+
 # The document
 
 
@@ -444,6 +468,24 @@ def test_the_dumps_in_the_document_are_of_the_golden_store(pristine: Path) -> No
     assert len(blocks) == 5
     for what, shown in blocks:
         assert shown.rstrip("\n") == described(pristine, what)
+
+
+def test_codecs_have_the_numbers_of_the_document() -> None:
+    (listed,) = re.findall(r"^Codecs: (.*?)\. A namespace", DOCUMENT.read_text(), re.M | re.S)
+    shown = {int(number): name for number, name in re.findall(r"(\d) `([\w+]+)`", listed)}
+    kinds = (ShuffleZstdCodec, Int8Codec, Int4Codec, K8V4Codec, Fp8Codec)
+    assert shown == {kind.code: kind.name for kind in kinds}
+    assert (RawCodec.name, *shown.values()) == CODECS
+
+
+def test_a_payload_ends_below_what_a_row_can_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KeyedStore(tmp_path / "kv", Identity(), disk="2MiB", segment=SEGMENT) as store:
+        assert store.volume.largest == SEGMENT - 2 * 4096
+        with monkeypatch.context() as patch:
+            patch.setattr(store.volume.files, "nbytes", 1 << 34)
+            assert store.volume.largest == 2**32 - 4096
 
 
 def test_size_classes_are_those_of_the_document(tmp_path: Path) -> None:

@@ -291,13 +291,11 @@ class KeyedStoreMachine(RuleBasedStateMachine):
         self.numbers += len(keys)
         values = [content(self.numbers + i, size) for i, size in enumerate(sizes[: len(keys)])]
         done = self.store.put_many(keys, values).tolist()
-        latest = {
-            key: (value, is_done) for key, value, is_done in zip(keys, values, done, strict=True)
-        }
-        for key, (value, is_done) in latest.items():
-            if is_done:
-                self.now[key] = value
-                self.maybe.setdefault(key, set()).add(value)
+        latest = {key: i for i, key in enumerate(keys)}
+        for key, i in latest.items():
+            if done[i]:
+                self.now[key] = values[i]
+                self.maybe.setdefault(key, set()).add(values[i])
                 self.changed.add(key)
                 self.records += 1
 
@@ -451,7 +449,7 @@ class KeyedStoreMachine(RuleBasedStateMachine):
 
     # Limits and faults
 
-    @rule(disk=st.sampled_from([1, 2, 4]), dram=st.sampled_from([None, 1, 4]))
+    @rule(disk=st.sampled_from([1, 2]), dram=st.sampled_from([None, 1, 4]))
     def resize(self, disk: int, dram: int | None) -> None:
         """To fewer bytes or more, in the sizes of the options."""
         full = parse_size(self.options["disk"])

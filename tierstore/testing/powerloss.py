@@ -287,7 +287,7 @@ class Disk:
         coin = random.Random(seed)
         names = self._names_after(keep, coin)
         for path in sorted(self._paths() | set(names)):
-            if not self._can_have(path, names):
+            if path == self.root or not self._can_have(path, names):
                 continue
             target = into / os.path.relpath(path, self.root)
             named = names.get(path, self._files.get(path))

@@ -5,23 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.errors import CorruptBlockError, StoreMismatchError
+from tierstore.errors import StoreMismatchError, TierOfflineError
 from tierstore.io import read_fully
-from tierstore.reads import AlignedBuffers
-from tierstore.volume.format import (
-    DEAD,
-    FREE,
-    GROUP,
-    KEY_INLINE,
-    LIVE,
-    MAGIC,
-    PAGE,
-)
+from tierstore.volume.format import DEAD, FREE, GROUP, LIVE, MAGIC, PAGE
 from tierstore.volume.lock import LOCK
 from tierstore.volume.manifest import FOLDER, group_of
 from tierstore.volume.opening import (
@@ -32,10 +24,9 @@ from tierstore.volume.opening import (
     read_facts,
     write_facts,
 )
+from tierstore.volume.verifier import ROWS_AT_ONCE, Verifier, is_as, used_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     import numpy.typing as npt
 
     from tierstore.interfaces import Pointers
@@ -44,14 +35,10 @@ if TYPE_CHECKING:
     from tierstore.volume.manifest import Manifest
     from tierstore.volume.segment import Segment
     from tierstore.volume.space import Space
+    from tierstore.volume.verifier import Progress
     from tierstore.volume.volume import Volume
 
-    Progress = Callable[[int, int], None]
-    """Told how many bytes of payloads are verified, of how many."""
-
 FOREIGN = "foreign"
-_ROWS_AT_ONCE = 64 * GROUP
-_BYTES_AT_ONCE = 1 << 24
 _MOST_OF_A_KIND = 100
 """Findings of one kind in one file that are listed; the rest are counted."""
 
@@ -60,11 +47,13 @@ _FOLDERS = {SEGMENTS, FOLDER}
 _OPENING_KINDS = {
     "damaged identity": "identity",
     "damaged directory": "directory",
+    "damaged segment header": "header",
+    "stale segment header": "stale",
+    "missing segment": "missing",
+    "damaged key": "row",
     "short segment": "short",
     "stale table": "stale",
-    "stale segment header": "stale",
     "damaged row": "row",
-    "damaged key": "row",
 }
 """What opening repairs, so that nothing shows it afterwards. Other damage is found again here."""
 
@@ -140,12 +129,16 @@ class Check:
             for segment in list(self._files.by_number.values()):
                 self._check_segment(segment)
             self._check_directory()
-        for segment, header in self._used():
+        for segment, header in used_segments(self._volume):
             self._check_table(segment, header)
         with self._volume.lock:
             self._check_index()
             self._check_space()
         self.verify(progress)
+
+    def verify(self, progress: Progress | None) -> None:
+        """Check the payloads alone."""
+        Verifier(self._volume, self._note, fix=self._fix).run(progress)
 
     # Files
 
@@ -200,16 +193,17 @@ class Check:
         try:
             fd = self._io.open(path, os.O_RDONLY)
             try:
-                read_fully(self._io, fd, start, 0)
+                with suppress(TierOfflineError):  # shorter than that
+                    read_fully(self._io, fd, start, 0)
             finally:
                 self._io.close(fd)
         except OSError as error:
-            self._note("unreadable", path, f"could not be opened ({error})")
-        else:
-            if start != MAGIC:
-                self._note(FOREIGN, path, "is named like a segment and is none", is_fixed=False)
-                return
-            self._note("short", path, "was too short, or unreadable, when the store was opened")
+            self._note("unreadable", path, f"cannot be read ({error})", is_fixed=False)
+            return
+        if start != MAGIC:
+            self._note(FOREIGN, path, "is named like a segment and is none", is_fixed=False)
+            return
+        self._note("short", path, "was too short when the store was opened")
         if self._fix:
             self._io.remove(path)
 
@@ -288,28 +282,14 @@ class Check:
                 if number in self._files.by_number:
                     self._files.by_number[number].dirty_groups.add(group)
 
-    def _used(self) -> Iterator[tuple[Segment, Header]]:
-        """Segments with extents, and their headers as of now."""
-        for segment in list(self._files.by_number.values()):
-            with self._volume.lock:
-                header = segment.header
-                is_used = not segment.is_blank and not segment.is_draining
-            if is_used:
-                yield segment, header
-
-    def _is_as(self, segment: Segment, header: Header) -> bool:
-        """Whether a segment has not been emptied meanwhile."""
-        is_ours = self._files.by_number.get(segment.number) is segment
-        return is_ours and segment.header is header and not segment.is_draining
-
     def _check_table(self, segment: Segment, header: Header) -> None:
-        for first in range(0, header.extents, _ROWS_AT_ONCE):
-            part = slice(first, min(first + _ROWS_AT_ONCE, header.extents))
+        for first in range(0, header.extents, ROWS_AT_ONCE):
+            part = slice(first, min(first + ROWS_AT_ONCE, header.extents))
             with self._volume.lock:
-                if not self._is_as(segment, header):
+                if not is_as(self._volume, segment, header):
                     return
                 self._check_checks(segment, part)
-                if not self._is_as(segment, header):
+                if not is_as(self._volume, segment, header):
                     return
                 self._check_rows(segment, part)
                 self._check_groups(segment, part)
@@ -363,10 +343,10 @@ class Check:
     def _check_index(self) -> None:
         """Each live row, and no other row with its key, is found under its key."""
         lost = 0
-        for segment, _ in self._used():
+        for segment, _ in used_segments(self._volume):
             live = self._files.live(segment)
-            for start in range(0, len(live), _ROWS_AT_ONCE):
-                part = live[start : start + _ROWS_AT_ONCE]
+            for start in range(0, len(live), ROWS_AT_ONCE):
+                part = live[start : start + ROWS_AT_ONCE]
                 lost += int((self._records.find(self._records.fields(part)) != part).sum())
         if lost:
             self._note("index", self._volume.directory, f"{lost} values are not found by their key")
@@ -377,7 +357,7 @@ class Check:
         """Each place is live, pinned, or free once."""
         records = self._records
         free = np.bincount(self._space.all_free(), minlength=len(records.rows))
-        for segment, header in self._used():
+        for segment, header in used_segments(self._volume):
             run = segment.places
             held = (records.rows["state"][run] == LIVE) | (records.pins[run] > 0)
             expected = np.where(held, 0, 1)
@@ -391,95 +371,6 @@ class Check:
                     self._space.forget(place, header.extent_bytes)
                 unheld = wrong[expected[wrong] == 1] + segment.first
                 self._space.free(header.extent_bytes).push(unheld)
-
-    # Payloads
-
-    def verify(self, progress: Progress | None) -> None:
-        """Read every payload and compare it with its checksum."""
-        with self._volume.lock:
-            total = sum(
-                int(self._sizes(self._files.live(segment)).sum()) for segment, _ in self._used()
-            )
-        done = 0
-        for places in self._pinned_parts():
-            for batch, buffers in self._batches(places):
-                done += int(self._sizes(np.array(batch)).sum())
-                self._verify_some(batch, buffers)
-                if progress is not None:
-                    progress(done, max(done, total))
-
-    def _sizes(self, places: Pointers) -> npt.NDArray[np.int64]:
-        rows = self._records.rows[places]
-        long_keys = np.where(rows["key_bytes"] > KEY_INLINE, rows["key_bytes"], 0)
-        return rows["stored_bytes"].astype(np.int64) + long_keys
-
-    def _pinned_parts(self) -> Iterator[Pointers]:
-        """Live places, some at a time, pinned until the next are asked for."""
-        for segment, header in self._used():
-            for first in range(0, header.extents, _ROWS_AT_ONCE):
-                with self._volume.lock:
-                    if not self._is_as(segment, header):
-                        break
-                    live = self._files.live(segment) - segment.first
-                    chosen = live[(live >= first) & (live < first + _ROWS_AT_ONCE)]
-                    places = chosen + segment.first
-                    self._volume.pin(places)
-                try:
-                    yield places
-                finally:
-                    self._volume.let_go(places)
-
-    def _batches(self, places: Pointers) -> Iterator[tuple[list[int], list[memoryview]]]:
-        """Places with buffers for their payloads, all in one piece of memory."""
-        rooms = np.maximum(-(-self._sizes(places) // PAGE) * PAGE, PAGE).tolist()
-        memory = AlignedBuffers(max(_BYTES_AT_ONCE, *rooms, 0), 1).take()[0] if rooms else None
-        batch: list[int] = []
-        buffers: list[memoryview] = []
-        used = 0
-        for place, room in zip(places.tolist(), rooms, strict=True):
-            assert memory is not None
-            if used + room > len(memory):
-                yield batch, buffers
-                batch, buffers, used = [], [], 0
-            batch.append(place)
-            buffers.append(memory[used : used + room])
-            used += room
-        if batch:
-            yield batch, buffers
-
-    def _verify_some(self, places: list[int], buffers: list[memoryview]) -> None:
-        with self._volume.lock:
-            if (self._records.segment[places] < 0).any():
-                return  # the file failed meanwhile, and what it held was dropped
-            requests = self._files.reads(places, buffers)
-        outcomes = self._files.attempt(requests)
-        damaged = []
-        with self._volume.lock:
-            for place, buffer, outcome in zip(places, buffers, outcomes, strict=True):
-                if self._records.rows["state"][place] != LIVE:
-                    continue
-                problem = self._problem(place, buffer, outcome)
-                if problem is not None:
-                    segment = self._files.of(place)
-                    self._note(*problem, extent=place - segment.first)
-                    damaged.append(place)
-            if self._fix:
-                self._volume.kill(np.array(damaged, np.int64), "corrupt")
-
-    def _problem(
-        self, place: int, buffer: memoryview, outcome: Exception | None
-    ) -> tuple[str, str, str] | None:
-        """Kind, path and message of what is wrong with a payload that was read."""
-        path, size = self._files.of(place).path, self._files.disk_bytes(place)
-        if isinstance(outcome, CorruptBlockError):
-            return "payload", path, f"{size} bytes do not match their checksum"
-        if outcome is not None:
-            return "unreadable", path, f"{size} bytes cannot be read ({outcome})"
-        row = self._records.rows[place]
-        start = int(row["stored_bytes"])
-        if start < size and self._records.long_keys.get(place) != buffer[start:size]:
-            return "index", path, "the key in memory is not the one on disk"
-        return None
 
 
 def _bytes(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:

@@ -77,13 +77,17 @@ class SegmentFiles:
         """Add a blank segment. OSError, or CapacityError if the disk is full."""
         segment = Segment(self._io, self.folder, number, self.nbytes)
         segment.create()
-        # Zeros would be a lost header, if the directory knows an earlier file of that number.
-        segment.write_header(Header(self._identity, 0, number, 0, 0, 0))
+        try:
+            # Zeros would be a lost header, if the directory knows an earlier file of that number.
+            segment.write_header(Header(self._identity, 0, number, 0, 0, 0))
+        except OSError:
+            segment.discard()
+            raise
         self.by_number[number] = segment
         self._space.blank.append(segment)
 
     def create_missing(self, most: int) -> None:
-        """Add blank segments until there are `most`. CapacityError, and none, for lack of room."""
+        """Add blank segments until there are `most`. OSError or CapacityError, and none."""
         missing = most - len(self.by_number)
         needed, free = missing * self.nbytes, self._io.free_bytes(self.folder)
         if needed > free:
@@ -92,10 +96,19 @@ class SegmentFiles:
                 "free disk space, or give the store less with disk="
             )
         numbers = (n for n in range(1 << 30) if not self._is_taken(n))
-        for _ in range(missing):
-            self.create(next(numbers))
-        if missing > 0:
-            self._io.sync_directory(self.folder)
+        made: list[int] = []
+        try:
+            for _ in range(missing):
+                made.append(next(numbers))
+                self.create(made[-1])
+            if missing > 0:
+                self._io.sync_directory(self.folder)
+        except BaseException:
+            for number in made:
+                if number in self.by_number:
+                    self._space.blank.remove(self.by_number[number])
+                    self.by_number.pop(number).discard()
+            raise
 
     def _is_taken(self, number: int) -> bool:
         path = os.path.join(self.folder, f"{number:08d}{SUFFIX}")
@@ -226,7 +239,7 @@ class SegmentFiles:
         if self._pool.close(deadline):
             for segment in [*self.by_number.values(), *self.retired]:
                 with suppress(OSError):
-                    segment.close()
+                    self._health.call(segment.close)
 
     # Payloads and rows
 

@@ -49,7 +49,10 @@ ROW = np.dtype(
 
 ROW_BYTES = ROW.itemsize
 FREE, LIVE, DEAD = 0, 1, 2
+CODECS = ("raw", "shuffle+zstd", "int8", "int4", "k8v4", "fp8")
+"""Names of the codecs, in the order of their numbers in rows."""
 
+PAYLOAD_BYTES_MOST = (1 << 32) - PAGE
 KEY_BYTES_MOST = 511
 KEY_INLINE = 48
 """A longer key has its first 40 bytes and its xxh3-64 in the row, and follows the value whole."""

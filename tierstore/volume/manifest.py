@@ -15,6 +15,7 @@ Every value ends with the xxh3-64 of its key and itself, bound to the namespace.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -28,9 +29,10 @@ import xxhash
 from tierstore.errors import CorruptBlockError
 from tierstore.identity import FORMAT_VERSION
 from tierstore.volume.lmdbfile import used_bytes
+from tierstore.volume.segment import reserve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from tierstore.io import FileIO
 
@@ -84,8 +86,24 @@ class Manifest:
             )  # fmt: skip
         except lmdb.Error as error:
             raise CorruptBlockError(f"{file!r} is no directory of a store ({error})") from error
+        if not read_only:
+            try:
+                self._reserve(io, file)
+            except BaseException:
+                self._env.close()
+                raise
         if is_new:
             io.sync_directory(self.path)
+
+    def _reserve(self, io: FileIO, file: str) -> None:
+        """Have all bytes that commits may need. OSError, or CapacityError if the disk is full."""
+        fd = io.open(file, os.O_RDWR)
+        try:
+            if io.size(fd) < self._most_bytes:
+                reserve(io, fd, file, self._most_bytes)
+                io.sync(fd)
+        finally:
+            io.close(fd)
 
     @staticmethod
     def discard(directory: str) -> None:
@@ -141,7 +159,14 @@ class Manifest:
                 for key in keys:
                     transaction.delete(key)
         except lmdb.Error as error:
-            raise OSError(f"{self.path!r}: the directory was not written ({error})") from error
+            raise self._failure(error) from error
+
+    def forget(self, segments: Collection[int]) -> None:
+        """Forget what was known of segments that are gone, like `remove`."""
+        about = {key: group_of(key) for key in self.all_keys()} if segments else {}
+        keys = [key for key, group in about.items() if group and group[0] in segments]
+        if keys:
+            self.remove(keys)
 
     def _checked(self, key: bytes, value: bytes) -> bytes | None:
         body, check = value[:-8], value[-8:]
@@ -170,17 +195,23 @@ class Manifest:
                 except lmdb.MapFullError as error:
                     self._grow(error)
                 except lmdb.Error as error:
-                    raise OSError(
-                        f"{self.path!r}: the directory was not written ({error})"
-                    ) from error
+                    raise self._failure(error) from error
                 else:
                     return
+
+    def _failure(self, error: lmdb.Error) -> OSError:
+        code = getattr(error, "code", 0)
+        return OSError(
+            code if code > 0 else errno.EIO,
+            f"{self.path!r}: the directory was not written ({error})",
+        )
 
     def _grow(self, error: lmdb.Error) -> None:
         size = self._env.info()["map_size"] * 2
         if size > self._most_bytes:
             raise OSError(
-                f"{self.path!r}: the directory is full at its limit of {self._most_bytes} bytes"
+                errno.ENOSPC,
+                f"{self.path!r}: the directory is full at its limit of {self._most_bytes} bytes",
             ) from error
         self._env.set_mapsize(size)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import (
+    CapacityError,
     ConfigError,
     CorruptBlockError,
     StoreMismatchError,
@@ -32,6 +33,7 @@ from tierstore.volume.format import (
     KEY_INLINE,
     LIVE,
     PAGE,
+    Header,
     key_field,
     row_check,
 )
@@ -85,7 +87,7 @@ class Opening:
     ) -> None:
         self.identity = identity
         self.sequence = 1
-        self.is_clean = False
+        self.is_clean = self._is_new = False
         self.older: Pointers = np.empty(0, np.int64)
         """Live rows of which a newer one has the same key."""
         self.damaged: Pointers = np.empty(0, np.int64)
@@ -193,7 +195,7 @@ class Opening:
                     f"{segment_bytes}: leave segment= out, or choose another directory"
                 )
             return facts
-        is_new = not self._names and IDENTITY not in self._io.list(self.directory)
+        self._is_new = is_new = not self._names and IDENTITY not in self._io.list(self.directory)
         self._complain(int(not is_new), "damaged identity", path)
         facts = self._facts_from_segments() or Facts(
             self.identity, 1, _segment_bytes(self._most_bytes, segment_bytes)
@@ -241,6 +243,8 @@ class Opening:
         newest: dict[int, int] = {}
         for (number, _), (generation, _) in self._groups.items():
             newest[number] = max(generation, newest.get(number, 0))
+        missing = newest.keys() - self._names.keys()
+        self._complain(len(missing), "missing segment", self.folder)
         live = [np.empty(0, np.int64)]
         for number in self._names:
             segment = Segment(self._io, self.folder, number, self.facts.segment_bytes)
@@ -260,13 +264,20 @@ class Opening:
         self.sequence = max(self.sequence, int(sequences.max(initial=0)) + 1)
         self._order_by_age(records, places)
         if not self._read_only:
-            self._reserve(files, space)
+            self.manifest.forget(missing)
+            try:
+                self._reserve(files, space)
+            except (OSError, CapacityError):
+                if self._is_new:  # the next attempt may choose another size for segments
+                    self._io.remove(os.path.join(self.directory, IDENTITY))
+                raise
 
     def _give_up(self, segment: Segment, files: SegmentFiles, records: Records) -> None:
         """Remove a file that cannot be read: once it can, it would bring back what is deleted."""
         files.by_number.pop(segment.number, None)
         records.segment[segment.places] = -1
         if not self._read_only:
+            self.manifest.forget([segment.number])
             self._io.remove(segment.path)
 
     def _open_segment(
@@ -277,21 +288,24 @@ class Opening:
         newest: the latest generation that the directory knows of it.
         """
         size = segment.open(read_only=self._read_only)
-        header = segment.read_header() if size >= PAGE else None
-        is_new = header is None and (size == 0 or (size >= PAGE and segment.is_new()))
-        if header is None and not is_new and size != segment.nbytes:
-            segment.close()  # nothing of ours
-            return False
+        header = segment.read_header()
         if header is not None and header.identity != self.identity.digest:
             segment.close()
             raise StoreMismatchError(
                 f"{segment.path!r} belongs to another store ({header.identity.hex()}, expected "
                 f"{self.identity.digest.hex()}): move it away"
             )
-        is_lost = header is None and (newest > 0 or not is_new)
-        self._complain(int(is_lost), "damaged segment header", segment.path)
+        if header is not None and header.number != segment.number:
+            header = None  # a copy of another file: both would hold the same records
+        is_new = header is None and segment.is_new()
+        if header is None and not is_new and size != segment.nbytes:
+            segment.close()  # nothing of ours
+            return False
+        if header is None and (newest > 0 or not is_new):
+            self._empty(segment, "damaged segment header")
         if size < segment.nbytes and not self._read_only:
-            self._complain(int(header is not None), "short segment", segment.path)
+            has_extents = header is not None and header.extents > 0
+            self._complain(int(has_extents), "short segment", segment.path)
             segment.extend()
         # Of what a killed process wrote nobody knows whether it is durable.
         segment.is_dirty = not self.is_clean
@@ -301,9 +315,15 @@ class Opening:
             if header.generation >= newest:
                 segment.take(header)
                 return True
-            self._complain(1, "stale segment header", segment.path)
+            self._empty(segment, "stale segment header")
         space.blank.append(segment)
         return False
+
+    def _empty(self, segment: Segment, reason: str) -> None:
+        """Do without what a file holds, for good: it must not be believed some other time."""
+        self._complain(1, reason, segment.path)
+        if not self._read_only:
+            segment.write_header(Header(self.identity.digest, 0, segment.number, 0, 0, 0))
 
     def _read_table(self, segment: Segment, records: Records, space: Space) -> Pointers:
         """Rows of a segment into `records`; the places of live ones."""
@@ -372,7 +392,9 @@ class Opening:
     def _reserve(self, files: SegmentFiles, space: Space) -> None:
         """Blank segments for the whole capacity; blank ones beyond it go."""
         most = segments_in(self._most_bytes, files.nbytes)
-        for segment in space.blank[: max(0, len(files.by_number) - most)]:
+        leaving = space.blank[: max(0, len(files.by_number) - most)]
+        self.manifest.forget([segment.number for segment in leaving])
+        for segment in leaving:
             files.remove(segment)
         files.create_missing(most)
         if not self.is_clean:

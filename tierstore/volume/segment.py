@@ -64,20 +64,18 @@ class Segment:
         """Make the file, with all its bytes reserved. CapacityError if the disk is full."""
         self._fd = self._io.open(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            self._io.allocate(self._fd, 0, self.nbytes)
+            reserve(self._io, self._fd, self.path, self.nbytes)
             self._open_direct()
-        except OSError as error:
-            with suppress(OSError):
-                self.close()
-            with suppress(OSError):
-                self._io.remove(self.path)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise CapacityError(
-                f"{self.path!r}: {format_size(self.nbytes)} are needed, "
-                f"{format_size(self._io.free_bytes(os.path.dirname(self.path)))} are free: free "
-                "disk space, or give the store less"
-            ) from error
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Close and remove a file that is of no use, as far as that is possible."""
+        with suppress(OSError):
+            self.close()
+        with suppress(OSError):
+            self._io.remove(self.path)
 
     def open(self, *, read_only: bool = False) -> int:
         """Open the file that is there; returns its size in bytes."""
@@ -115,7 +113,7 @@ class Segment:
 
     def extend(self) -> None:
         """Reserve the bytes that a file which is too short lacks."""
-        self._io.allocate(self._fd, 0, self.nbytes)
+        reserve(self._io, self._fd, self.path, self.nbytes)
 
     def cut(self) -> None:
         """Remove what follows the bytes that belong to the file."""
@@ -131,15 +129,17 @@ class Segment:
 
     def read_header(self) -> Header | None:
         """What the first page says; None if it is no header. StoreMismatchError: newer format."""
-        page = _aligned_page()
-        read_fully(self._io, self._fd, page.data, 0)
-        return Header.decode(page.tobytes(), self.nbytes)
+        return Header.decode(self._first_page(), self.nbytes)
 
     def is_new(self) -> bool:
         """Whether the first page was never written."""
-        page = _aligned_page()
-        read_fully(self._io, self._fd, page.data, 0)
-        return not page.any()
+        return not any(self._first_page())
+
+    def _first_page(self) -> bytes:
+        """What the file begins with; zeros where it is shorter than a page."""
+        page = bytearray(min(self.size(), PAGE))
+        read_fully(self._io, self._fd, page, 0)
+        return bytes(page).ljust(PAGE, b"\0")
 
     def begin(self, header: Header) -> None:
         """Make the file one of so many empty extents."""
@@ -219,6 +219,20 @@ class Segment:
         with ExitStack() as closing:
             for fd in fds - {-1}:
                 closing.callback(self._io.close, fd)
+
+
+def reserve(io: FileIO, fd: int, path: str, nbytes: int) -> None:
+    """Reserve the first bytes of a file. CapacityError if the disk is full."""
+    try:
+        io.allocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = io.free_bytes(os.path.dirname(path))
+        raise CapacityError(
+            f"{path!r}: {format_size(nbytes)} are needed, {format_size(free)} are free: free disk "
+            "space, or give the store less"
+        ) from error
 
 
 def stored_digest(pieces: Sequence[memoryview | bytes]) -> bytes:

@@ -30,6 +30,7 @@ from tierstore.volume.format import (
     DEAD,
     LIVE,
     PAGE,
+    PAYLOAD_BYTES_MOST,
     ROW,
     ROW_BYTES,
     KeyFields,
@@ -51,10 +52,10 @@ if TYPE_CHECKING:
     from tierstore.identity import Identity
     from tierstore.interfaces import Pointers
     from tierstore.io import FileIO
-    from tierstore.volume.check import Progress
     from tierstore.volume.lock import DirectoryLock
     from tierstore.volume.manifest import Manifest
     from tierstore.volume.segment import Segment
+    from tierstore.volume.verifier import Progress
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Volume:
         recovery: str,
         read_only: bool,
         io: FileIO,
-        threads: int = 16,
+        threads: int = 32,
         evicts: bool = True,
     ) -> None:
         if not isinstance(threads, int) or threads < 0:
@@ -111,7 +112,7 @@ class Volume:
         self.is_read_only = read_only
         self.is_closed = False
         self.records = Records()
-        self.health = Health(os.path.abspath(parent))
+        self.health = Health(str(parent))
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.on_free: Callable[[Pointers], None] | None = None
@@ -150,11 +151,11 @@ class Volume:
     def _say_opened(self) -> None:
         facts = {"path": self.directory, "epoch": self.facts.epoch, "records": self.records.live}
         emit(_log, logging.INFO, "store.opened", f"{self.directory}: opened", **facts)
-        if self.dropped:
+        if +self.dropped:
             emit(
                 _log, logging.WARNING, "store.recovered",
-                f"{self.directory}: damage found and dropped: {dict(self.dropped)}",
-                dropped=dict(self.dropped), **facts,
+                f"{self.directory}: dropped on opening: {dict(+self.dropped)}",
+                dropped=dict(+self.dropped), **facts,
             )  # fmt: skip
 
     # Facts
@@ -162,7 +163,7 @@ class Volume:
     @property
     def largest(self) -> int:
         """Most bytes that a value may take on disk."""
-        return (self.files.nbytes - 2 * PAGE) // PAGE * PAGE
+        return min((self.files.nbytes - 2 * PAGE) // PAGE * PAGE, PAYLOAD_BYTES_MOST)
 
     @property
     def disk_bytes(self) -> int:
@@ -242,7 +243,9 @@ class Volume:
         """A pinned place for each payload, -1 where it is refused."""
         places: Pointers = np.full(len(sizes), -1, np.int64)
         classes = np.array([extent_size(size) for size in sizes], np.int64)
-        is_large = (classes > self.largest) | (np.array(value_bytes) > self.files.nbytes)
+        is_large = (classes > self.largest) | (
+            np.array(value_bytes) > min(self.files.nbytes, PAYLOAD_BYTES_MOST)
+        )
         self.refused["too large"] += int(is_large.sum())
         for size in np.unique(classes[~is_large]).tolist():
             wanted = np.flatnonzero((classes == size) & ~is_large)
@@ -449,7 +452,9 @@ class Volume:
                         f"{self.directory!r}: every segment holds a value that must stay: release "
                         "leases first"
                     )
-                self.health.call(self.files.remove, self._space.blank[-1])
+                leaving = self._space.blank[-1]
+                self.health.call(self._manifest.forget, [leaving.number])
+                self.health.call(self.files.remove, leaving)
             self.files.create_missing(most)
 
     def _empty_coldest(self, size: int) -> bool:
@@ -642,7 +647,7 @@ class Volume:
             self._end()
             emit(
                 _log, logging.INFO, "store.closed", f"{self.directory}: closed",
-                path=self.directory, records=self.records.live, dropped=dict(self.dropped),
+                path=self.directory, records=self.records.live, dropped=dict(+self.dropped),
             )  # fmt: skip
 
     def abandon(self) -> None:
