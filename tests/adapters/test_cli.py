@@ -282,7 +282,7 @@ MODELLESS = {
     "builtin question": ("--question builtin", "question='builtin': only the built-in document"),
     "disk in no directory": ("--disk no/kv", "disk='no/kv': its parent directory 'no' does not"),
     "disk that is a file": ("--disk document.txt", "disk='document.txt': expected a directory"),
-    "nothing to keep": ("--keep", "keep: there is no disk tier to keep"),
+    "nothing to keep": ("--keep", "keep, disk codec: there is no disk tier"),
     "JSON in no directory": ("--json no/run.json", "json='no/run.json': cannot be written (No"),
     "JSON that is a directory": ("--json .", "json='.': exists and is no file"),
     "unknown option": ("--fastest 1GiB", "unrecognized arguments: --fastest"),

@@ -79,7 +79,8 @@ class Victim:
         folder = self.copy if on_copy else self.store
         if on_copy and self.store.exists():
             shutil.copytree(self.store, folder)
-        with KeyedStore(folder, Identity(), **self.options) as store:
+        disk, segment = self.options["disk"], self.options["segment"]
+        with KeyedStore(folder, Identity(), disk=disk, segment=segment) as store:
             store.validate()
             # A row that was being written may be torn; nothing else looks damaged.
             assert store.stats().dropped.keys() <= {"damaged row", "superseded"}

@@ -33,6 +33,7 @@ KEYS = 10
 SIZES = (1, 60, 4097, 12_000)
 ABSENT = 0
 Directory = Literal["now", "previous", "none"]
+Recovery = Literal["quiet", "strict"]
 
 
 def key(number: int) -> bytes:
@@ -131,7 +132,7 @@ class Machine:
 
     def run(self, history: list[tuple[str, list[int]]]) -> None:
         """Do everything; the image may be of any moment in between, or else of the end."""
-        for name, numbers in history:
+        for name, numbers in [("put", [0, 1, 2, 7]), ("sync", [0]), *history]:
             getattr(self, name)(numbers)
         if self.expected is None:
             self.lose()
@@ -181,7 +182,7 @@ class Machine:
 
 
 def open_image(
-    image: Path, segments: int, *, recovery: str, io: FileIO | None = None
+    image: Path, segments: int, *, recovery: Recovery, io: FileIO | None = None
 ) -> KeyedStore:
     return KeyedStore(
         image / "store", Identity(), disk=capacity(segments), segment=SEGMENT, recovery=recovery,
@@ -207,7 +208,7 @@ def check_image(machine: Machine) -> None:
     assert machine.expected is not None
     # What is cut off cleanly is a crash, and no damage.
     is_clean_cut = machine.loss.keep == "none" and machine.loss.directory == "now"
-    recovery = "strict" if is_clean_cut else "quiet"
+    recovery: Recovery = "strict" if is_clean_cut else "quiet"
     with open_image(machine.image, machine.segments, recovery=recovery) as store:
         found = versions_in(store, machine.expected)
         store.validate()
@@ -232,7 +233,7 @@ def memory() -> Iterator[Path]:
 
 
 numbers = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=4, unique=True)
-steps = st.one_of(
+steps: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
     st.tuples(st.just("put"), numbers),
     st.tuples(st.just("put"), numbers),
     st.tuples(st.just("delete"), numbers),

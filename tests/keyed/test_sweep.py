@@ -193,9 +193,9 @@ def test_opening_may_fail_at_each_call_and_leaves_nothing_open(template: Path) -
         counter = FaultIO(template / "case")
         opened(template, source, counter).close()
         for number in range(1, counter.calls + 1):
-            for code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+            for code, kinds in ((errno.EIO, "*"), (errno.ENOSPC, "*"), (errno.EMFILE, "open")):
                 io = FaultIO(template / "case")
-                io.inject("*", error(code), nth=number)
+                io.inject(kinds, error(code), nth=number)
                 try:
                     opened(template, source, io).close()
                 except (OSError, ValueError, MemoryError):
