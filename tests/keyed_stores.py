@@ -26,7 +26,7 @@ SEGMENT = 64 << 10
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 
-def open_store(path: Path, **options: Any) -> KeyedStore:
+def open_store(path: Path, **options: Any) -> KeyedStore:  # noqa: ANN401
     """A store of 7 segments of 64 KiB, without a memory tier."""
     return KeyedStore(path, IDENTITY, **{"disk": "512KiB", "segment": SEGMENT, **options})
 

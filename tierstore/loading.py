@@ -36,15 +36,17 @@ class _Load:
     done: made by the first who waits, since most values have nobody else.
     """
 
-    __slots__ = ("done", "reason", "value")
+    __slots__ = ("done", "reason", "value", "waiting")
 
     def __init__(self) -> None:
         self.done: threading.Event | None = None
+        self.waiting = 0
         self.value: bytes | None = None
         self.reason = "io"
 
     def join(self) -> threading.Event:
         """Have the value passed on, and something to wait for."""
+        self.waiting += 1
         if self.done is None:
             self.done = threading.Event()
         return self.done

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tierstore.testing.faults import Call
 
 SEGMENT = 64 << 10
-ROOMY, TIGHT, LARGER = 20, 3, 24
+ROOMY, TIGHT, LARGER = 20, 2, 24
 KEYS = 10
 SIZES = (1, 60, 4097, 12_000)
 ABSENT = 0
@@ -255,12 +255,18 @@ EVERYTHING = [
     ("put", [2, 6]), ("delete", [0]), ("put", [0]),
 ]  # fmt: skip
 
+REOPENED = [("reopen", [0]), ("put", [0, 3]), ("delete", [1]), ("reopen", [0])]
+# The file of a value that left is gone; its name must not come back with it.
+SHRUNK = [("shrink", [0]), ("delete", [0, 1, 2, 7]), ("sync", [0])]
+
 
 @quick
 @given(history=histories, segments=st.sampled_from([ROOMY, TIGHT]), loss=losses)
 @example(EVERYTHING, ROOMY, Loss(10_000, "none", None, "now", 0))
 @example(EVERYTHING, ROOMY, Loss(10_000, "random", 512, "none", 0))
 @example(EVERYTHING, ROOMY, Loss(10_000, "all", 4096, "previous", 0))
+@example(SHRUNK, ROOMY, Loss(10_000, "none", None, "now", 0))
+@example(REOPENED, ROOMY, Loss(10_000, "none", None, "now", 0))
 def test_what_was_synced_is_there_after_a_power_loss_and_all_else_is_old_or_missing(
     memory: Path, history: list[tuple[str, list[int]]], segments: int, loss: Loss
 ) -> None:

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ZEROS = memoryview(bytes(1 << 16))
+
+
+class Run(NamedTuple):
+    """Payloads whose extents follow each other: from place `first` of a segment on.
+
+    positions: which of the payloads that are being written.
+    """
+
+    segment: Segment
+    first: int
+    positions: list[int]
 
 
 class SegmentFiles:
@@ -256,39 +267,44 @@ class SegmentFiles:
                         dropped(segment)
                         self.give_up(segment)
 
-    def write(self, places: Pointers, pieces: Sequence[Sequence[memoryview | bytes]]) -> list[int]:
-        """Write payloads, each of some pieces, to pinned places; those of place -1 are skipped.
+    def runs(self, places: Pointers) -> list[Run]:
+        """Pinned places that follow each other in a file, by position; -1 and lost ones are none.
 
-        Neighbours are written in one call. Returns the positions of payloads that failed.
+        The lock is not needed.
         """
         order = np.argsort(places, kind="stable")
         order = order[places[order] >= 0]
         owners = self._records.segment[places[order]]
         is_next = (np.diff(places[order]) == 1) & (np.diff(owners) == 0)
-        failed: list[int] = []
+        found = []
         for run in np.split(order, np.flatnonzero(~is_next) + 1):
-            if len(run) and not self._write_run(places, run.tolist(), pieces):
-                failed.extend(run.tolist())
-        return failed
+            first = int(places[run[0]]) if len(run) else -1
+            segment = self.owner(first) if len(run) else None
+            if segment is not None:
+                found.append(Run(segment, first, run.tolist()))
+        return found
 
-    def _write_run(
-        self, places: Pointers, run: list[int], pieces: Sequence[Sequence[memoryview | bytes]]
-    ) -> bool:
-        first = int(places[run[0]])
-        if (segment := self.owner(first)) is None:
-            return False
-        together: list[memoryview | bytes] = []
-        for i in run:
-            together.extend(pieces[i])
-            size = sum(map(len, pieces[i]))
-            # The kernel would first read a page that is written in part.
-            room = segment.header.extent_bytes if i != run[-1] else -(-size // PAGE) * PAGE
-            together.extend(_ZEROS[: room - at] for at in range(size, room, len(_ZEROS)))
-        try:
-            self._health.call(segment.write_extents, first, together)
-        except OSError:
-            return False
-        return True
+    def write(self, runs: list[Run], pieces: Sequence[Sequence[memoryview | bytes]]) -> list[int]:
+        """Write payloads, each of some pieces, a run in one call.
+
+        Returns the positions of those that failed. The lock is not needed.
+        """
+        failed: list[int] = []
+        for run in runs:
+            together: list[memoryview | bytes] = []
+            extent_bytes = run.segment.header.extent_bytes
+            for i in run.positions:
+                together.extend(pieces[i])
+                size = sum(map(len, pieces[i]))
+                # The kernel would first read a page that is written in part.
+                room = extent_bytes if i != run.positions[-1] else -(-size // PAGE) * PAGE
+                if room > size:
+                    together.extend(_ZEROS[: room - at] for at in range(size, room, len(_ZEROS)))
+            try:
+                self._health.call(run.segment.write_extents, run.first, together)
+            except OSError:
+                failed.extend(run.positions)
+        return failed
 
     def disk_bytes(self, place: int) -> int:
         """Bytes of a record's payload on disk, a long key included."""

@@ -215,9 +215,10 @@ class KeyFields:
     def latest(self) -> npt.NDArray[np.int64]:
         """Of each key the position of the last that is equal to it."""
         rows = np.column_stack([self.fields, self.lengths])
-        _, from_end, groups = np.unique(rows[::-1], axis=0, return_index=True, return_inverse=True)
-        latest: npt.NDArray[np.int64] = (len(self) - 1 - from_end)[groups.reshape(-1)[::-1]]
-        return latest
+        whole, step = rows.tobytes(), rows.strides[0]
+        keys = [whole[at : at + step] for at in range(0, len(whole), step)]
+        last = {key: position for position, key in enumerate(keys)}
+        return np.array([last[key] for key in keys], np.int64)
 
 
 def payload_checksum(digest: bytes, row: bytes, binding: bytes) -> bytes:

@@ -25,7 +25,7 @@ from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, Tier
 from tierstore.events import emit
 from tierstore.reads import AlignedBuffers, LateReadError
 from tierstore.volume.check import Check, Finding
-from tierstore.volume.files import SegmentFiles
+from tierstore.volume.files import Run, SegmentFiles
 from tierstore.volume.format import (
     DEAD,
     LIVE,
@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from tierstore.volume.verifier import Progress
 
 _log = logging.getLogger(__name__)
+
+_COMMIT_GROUPS = 1024
+"""Groups of rows that may differ from what the directory knows: tables alone say what is durable,
+so the directory follows in larger steps, and at the end."""
 
 _KEPT = ("value_bytes", "codec", "valid")
 _STATE_AT = ROW.fields["state"][1] if ROW.fields else 0
@@ -226,8 +230,9 @@ class Volume:
             places = self._reserve(sizes, stored.value_bytes)
             first, self._sequence = self._sequence, self._sequence + len(sizes)
         try:
-            rows = self._rows(keys, stored, pieces, places, first)
-            failed = self.files.write(places, pieces)
+            runs = self.files.runs(places)
+            rows = _sealed_rows(self._rows(keys, stored, first), pieces, runs)
+            failed = self.files.write(runs, pieces)
             self._io.reached("put.after_payload")
         except BaseException:
             self.let_go(places[places >= 0])
@@ -279,12 +284,9 @@ class Volume:
         self._io.reached("evict.after_rows")
         return len(victims) > 0
 
-    def _rows(
-        self, keys: KeyFields, stored: Stored, pieces: list[list[memoryview]], places: Pointers,
-        first: int,
-    ) -> npt.NDArray[np.void]:  # fmt: skip
-        """Rows that describe payloads in their places; refused ones stay empty."""
-        n = len(places)
+    def _rows(self, keys: KeyFields, stored: Stored, first: int) -> npt.NDArray[np.void]:
+        """Rows that describe values, but for their places and checksums."""
+        n = len(keys)
         rows = np.zeros(n, ROW)
         rows["sequence"] = np.arange(first, first + n, dtype=np.uint64)
         rows["stored_bytes"] = [piece.nbytes for piece in stored.pieces]
@@ -293,16 +295,7 @@ class Volume:
         rows["codec"], rows["state"] = stored.codec, LIVE
         rows["valid"] = 0 if stored.valid is None else stored.valid
         rows.view(np.uint64).reshape(n, -1)[:, 5:11] = keys.fields
-        done = [bytes(ROW_BYTES)] * n
-        for i in np.flatnonzero(places >= 0).tolist():
-            place = int(places[i])
-            if (segment := self.files.owner(place)) is None:
-                continue
-            binding = segment.binding(place)
-            row = rows[i].tobytes()
-            checksum = payload_checksum(stored_digest(pieces[i]), row, binding)
-            done[i] = _sealed(row[:8] + checksum + row[24:], binding)
-        return np.frombuffer(b"".join(done), ROW)
+        return rows
 
     def _refuse(self, places: Pointers, reason: str, positions: list[int]) -> None:
         """Give back the places of payloads that are not to be seen."""
@@ -502,11 +495,12 @@ class Volume:
                 failures.append((segment, error))
         if failures:
             self._replace_failed(failures)
-        self._io.reached("sync.before_commit")
-        self.health.call(self._manifest.commit, commit, groups)
-        self._io.reached("sync.after_commit")
-        with self.lock:
-            self._mark_known(groups)
+        if is_clean or len(groups) >= _COMMIT_GROUPS:
+            self._io.reached("sync.before_commit")
+            self.health.call(self._manifest.commit, commit, groups)
+            self._io.reached("sync.after_commit")
+            with self.lock:
+                self._mark_known(groups)
 
     def _changed_groups(self) -> Groups:
         return {
@@ -696,6 +690,21 @@ def _let_go(process: int, files: SegmentFiles, manifest: Manifest, lock: Directo
         files.close(1.0)
         manifest.close()
         lock.release()
+
+
+def _sealed_rows(
+    rows: npt.NDArray[np.void], pieces: list[list[memoryview]], runs: list[Run]
+) -> npt.NDArray[np.void]:
+    """Rows bound to their places and payloads; those in no run are empty."""
+    whole = rows.tobytes()
+    done = [bytes(ROW_BYTES)] * len(rows)
+    for segment, first, positions in runs:
+        for place, i in enumerate(positions, first):
+            binding = segment.binding(place)
+            row = whole[i * ROW_BYTES : (i + 1) * ROW_BYTES]
+            checksum = payload_checksum(stored_digest(pieces[i]), row, binding)
+            done[i] = _sealed(row[:8] + checksum + row[24:], binding)
+    return np.frombuffer(b"".join(done), ROW)
 
 
 def _sealed(row: bytes, binding: bytes) -> bytes:
