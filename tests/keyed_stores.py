@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 
 IDENTITY = Identity(model="test")
 SEGMENT = 64 << 10
+KEYS = [b"key %d" % i for i in range(8)]
+
+METHODS: dict[str, Callable[[KeyedStore], object]] = {
+    "put": lambda store: store.put(b"a", b"1"),
+    "get": lambda store: store.get(KEYS[0]),
+    "get_into": lambda store: store.get_into(KEYS, np.zeros((8, 5000), np.uint8)),
+    "contains": lambda store: store.contains(KEYS[0]),
+    "in": lambda store: KEYS[0] in store,
+    "touch": lambda store: store.touch(KEYS[0]),
+    "lease": lambda store: store.lease(KEYS[0], owner="test", seconds=1),
+    "prefetch": lambda store: store.prefetch(KEYS),
+    "keys": lambda store: store.keys(),
+    "iter": iter,
+    "delete": lambda store: store.delete(KEYS[0]),
+    "clear": lambda store: store.clear(),
+    "sync": lambda store: store.sync(),
+    "resize": lambda store: store.resize(disk="1MiB"),
+    "check": lambda store: store.check(),
+}
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -34,6 +53,16 @@ def open_store(path: Path, **options: Any) -> KeyedStore:  # noqa: ANN401
 def content(seed: int, size: int) -> bytes:
     """Random bytes."""
     return np.random.default_rng(seed).bytes(size)
+
+
+VALUES = [content(i, 5000) for i in range(8)]
+
+
+def filled(path: Path, **options: Any) -> KeyedStore:  # noqa: ANN401
+    """A store of eight values."""
+    store = open_store(path, **{"dram": "128KiB", **options})
+    assert store.put_many(KEYS, VALUES).all()
+    return store
 
 
 def descriptors(path: Path) -> set[str]:

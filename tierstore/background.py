@@ -7,12 +7,10 @@ import logging
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from tierstore.errors import CapacityError, TierOfflineError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _Result = TypeVar("_Result")
 
@@ -70,17 +68,17 @@ class Prefetch:
         return self._done.wait(timeout)
 
 
+_Jobs = queue.Queue[tuple[Callable[[], None], Prefetch] | None]
+
+
 class Prefetcher:
     """One daemon thread that does prefetches in order, started by the first."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Callable[[], None], Prefetch] | None] = queue.Queue(
-            _MOST_WAITING
-        )
-        self._worker: threading.Thread | None = None
+        self._queue: _Jobs = queue.Queue(_MOST_WAITING)
+        self._workers: list[threading.Thread] = []
         self._starting = threading.Lock()
-        self._end = weakref.finalize(self, self._queue.put, None)
-        self._end.atexit = False
+        self._end = weakref.finalize(self, _end, self._queue, self._workers)
 
     def add(self, call: Callable[[], None]) -> Prefetch:
         """Have that done. CapacityError if too many wait already."""
@@ -92,26 +90,40 @@ class Prefetcher:
                 f"{_MOST_WAITING} prefetches wait already: wait for some of them first"
             ) from error
         with self._starting:
-            if self._worker is None:
-                self._worker = threading.Thread(
+            if not self._workers:
+                worker = threading.Thread(
                     target=_work, args=(self._queue,), name="tierstore-prefetch", daemon=True
                 )
-                self._worker.start()
+                worker.start()
+                self._workers.append(worker)
         return prefetch
 
     def close(self) -> None:
         """Do nothing more; those who wait go on."""
-        while True:
-            try:
-                job = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job[1].finish()
-        self._end()
+        self._end.detach()
+        _stop(self._queue)
 
 
-def _work(waiting: queue.Queue[tuple[Callable[[], None], Prefetch] | None]) -> None:
+def _stop(waiting: _Jobs) -> None:
+    while True:
+        try:
+            job = waiting.get_nowait()
+        except queue.Empty:
+            break
+        if job is not None:
+            job[1].finish()
+    waiting.put(None)
+
+
+def _end(waiting: _Jobs, workers: list[threading.Thread]) -> None:
+    """Stop, and wait: a thread that is inside compiled code when Python ends may abort it."""
+    _stop(waiting)
+    for worker in workers:
+        if worker is not threading.current_thread():
+            worker.join(1.0)
+
+
+def _work(waiting: _Jobs) -> None:
     while (job := waiting.get()) is not None:
         call, prefetch = job
         try:

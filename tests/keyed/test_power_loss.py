@@ -149,6 +149,9 @@ class Machine:
             [value(number, version) for number, version in zip(numbers, versions, strict=True)],
         )
         assert done.all() or self.model.may_lose
+        for number, version, is_done in zip(numbers, versions, done.tolist(), strict=True):
+            if not is_done:
+                self.model.later[number].remove(version)
 
     def delete(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -89,11 +89,11 @@ class Manifest:
         if not read_only:
             try:
                 self._reserve(io, file)
+                if is_new:
+                    io.sync_directory(self.path)
             except BaseException:
                 self._env.close()
                 raise
-        if is_new:
-            io.sync_directory(self.path)
 
     def _reserve(self, io: FileIO, file: str) -> None:
         """Have all bytes that commits may need. OSError, or CapacityError if the disk is full."""
