@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tierstore.interfaces import Codec, Pointers
     from tierstore.volume import Volume
 
+    Target = Callable[[int, int], memoryview | None]
+    """The memory, at a multiple of 4 KiB, for so many bytes of a position; None for none."""
+
 _STAGING_BYTES = 1 << 20
 _STAGING = 96
 _GROUP = 32
@@ -96,11 +99,12 @@ class Loader:
         deliver: Callable[[int, memoryview], None],
         misses: Counter[str],
         deadline: float | None,
+        target: Target | None = None,
     ) -> list[int]:
         """Call ``deliver(i, value)`` for each i of `positions` whose place has the right value.
 
         The places are pinned; the view is valid during the call. Others are counted in `misses` by
-        reason, and their positions returned.
+        reason, and their positions returned. target: where a value may go straight from the disk.
         """
         until = None if deadline is None else time.monotonic() + deadline
         delivered: set[int] = set()
@@ -111,7 +115,7 @@ class Loader:
 
         left = positions
         while left:
-            left = self._load_shared(places, left, hand_out, misses, until)
+            left = self._load_shared(places, left, hand_out, misses, until, target)
         return [position for position in positions if position not in delivered]
 
     def _load_shared(
@@ -121,11 +125,12 @@ class Loader:
         deliver: Callable[[int, memoryview], None],
         misses: Counter[str],
         until: float | None,
+        target: Target | None,
     ) -> list[int]:
         """Load what nobody loads yet, and wait for the rest; returns what another gave up on."""
         own, others = self._share(places, positions)
         try:
-            self._load_own(places, list(own), deliver, misses, until)
+            self._load_own(places, list(own), deliver, misses, until, target)
         finally:
             self._abandon(places, own)
         again = []
@@ -175,13 +180,14 @@ class Loader:
         deliver: Callable[[int, memoryview], None],
         misses: Counter[str],
         until: float | None,
+        target: Target | None,
     ) -> None:
         """Read values in groups, the next one while the one before is handed out."""
         waiting, under_way = positions, deque[_Group]()
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < _GROUPS:
-                    group = self._begin(places, waiting, until, wait=not under_way)
+                    group = self._begin(places, waiting, until, target, wait=not under_way)
                     if group is None:
                         break
                     under_way.append(group)
@@ -195,17 +201,26 @@ class Loader:
                 group.release(group.finish())
 
     def _begin(
-        self, places: Pointers, waiting: list[int], until: float | None, *, wait: bool
+        self,
+        places: Pointers,
+        waiting: list[int],
+        until: float | None,
+        target: Target | None,
+        *,
+        wait: bool,
     ) -> _Group | None:
         """Begin to read the first of those waiting; None if there are no buffers in time."""
         rooms = [self._room(int(places[position])) for position in waiting[:_GROUP]]
         small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
         left = _left(until) if wait else 0.0
-        if small == 0:
+        straight = self._targets(places, waiting, target)
+        if straight:
+            buffers = straight
+            release: Callable[[Sequence[Exception | None]], None] = _keep
+        elif small == 0:
             if not self._large.acquire(timeout=-1 if left is None else left):
                 return None
-            buffers: list[memoryview] = []
-            release: Callable[[Sequence[Exception | None]], None] = self._release_large
+            release = self._release_large
             try:
                 buffers = AlignedBuffers(rooms[0], 1).take()
             except MemoryError:
@@ -224,6 +239,20 @@ class Loader:
             release([None] * len(own))
             raise
         return _Group(own, buffers, finish, release)
+
+    def _targets(
+        self, places: Pointers, waiting: list[int], target: Target | None
+    ) -> list[memoryview]:
+        """Where the first of those waiting can go without a copy, as far as they all can."""
+        found: list[memoryview] = []
+        if target is None or self._codec is not None:
+            return found
+        for position in waiting[:_GROUP]:
+            buffer = target(position, self._volume.files.disk_bytes(int(places[position])))
+            if buffer is None:
+                break
+            found.append(buffer)
+        return found
 
     def _release_large(self, outcomes: Sequence[Exception | None]) -> None:
         self._large.release()
@@ -302,3 +331,7 @@ def _reason(outcome: Exception | None) -> str:
 
 def _left(until: float | None) -> float | None:
     return None if until is None else max(0.0, until - time.monotonic())
+
+
+def _keep(outcomes: Sequence[Exception | None]) -> None:
+    """Release what is the caller's own."""

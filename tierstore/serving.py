@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tierstore.interfaces import Bytes, Pointers, RecordTier
-    from tierstore.loading import Loader
+    from tierstore.loading import Loader, Target
     from tierstore.volume import Volume
     from tierstore.volume.records import Visited
 
@@ -55,10 +55,12 @@ class Serving:
         take_cached: Callable[[Visited], None],
         take: Take,
         deadline: float | None,
+        target: Target | None = None,
     ) -> None:
         """Call `take_cached` once, under the volume's lock, then `take` for each value from below.
 
-        A value that nobody has, or that is late, is a miss.
+        A value that nobody has, or that is late, is a miss. target: where a value may go straight
+        from the disk, unless there is a deadline: a disk that hangs writes there later.
         """
         until = None if deadline is None else time.monotonic() + deadline
         visited = self._visit(fields, take_cached, deadline, pin_cached=False)
@@ -70,7 +72,8 @@ class Serving:
             missing = visited.missing
             cold = missing[visited.places[missing] >= 0]
             try:
-                failed = self._load(visited.places, cold.tolist(), take, until)
+                straight = target if deadline is None else None
+                failed = self._load(visited.places, cold.tolist(), take, until, straight)
             finally:
                 self._volume.let_go(visited.places[cold])
             absent = missing[visited.places[missing] < 0].tolist()
@@ -103,11 +106,18 @@ class Serving:
             return None
 
     def _load(
-        self, places: Pointers, cold: list[int], take: Take, until: float | None
+        self,
+        places: Pointers,
+        cold: list[int],
+        take: Take,
+        until: float | None,
+        target: Target | None = None,
     ) -> list[int]:
         """Take values of pinned places from disk; returns positions of those that failed."""
         reasons: Counter[str] = Counter()
-        failed = self._loader.load(places, cold, take, reasons, _left(until)) if cold else []
+        failed = []
+        if cold:
+            failed = self._loader.load(places, cold, take, reasons, _left(until), target)
         with self.counting:
             self.hits["disk"] += len(cold) - len(failed)
             self.misses.update(reasons)

@@ -11,6 +11,7 @@ is little-endian.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,6 @@ from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.identity import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from tierstore.interfaces import Bytes
@@ -173,6 +172,11 @@ class KeyFields:
         if isinstance(keys, np.ndarray):
             self._from_array(keys)
             return
+        if not isinstance(keys, Sequence):
+            raise ConfigError(
+                f"keys: expected a sequence of bytes, found {type(keys).__name__}: make a list of "
+                "what can be read only once"
+            )
         lengths = [len(key) if type(key) is bytes else -1 for key in keys]
         if lengths and (min(lengths) < 1 or max(lengths) > KEY_INLINE):
             keys, lengths = self._with_long(keys)

@@ -147,6 +147,8 @@ class Volume:
             self.noticed = opening.noticed
             self.kill(opening.older, "superseded")
             self.write_rows(opening.damaged)
+            if not read_only and evicts and self.disk_bytes > capacity_bytes:
+                self.resize(capacity_bytes)
             self._say_opened()
         except BaseException:
             self._end()
