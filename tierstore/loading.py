@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _STAGING_BYTES = 1 << 20
 _STAGING = 96
 _GROUP = 32
+_STRAIGHT = 1024
+"""Values in a group that needs no staging."""
 _GROUPS = 3
 """Groups under way: while one is handed out, the disk has two."""
 
@@ -247,7 +249,7 @@ class Loader:
         found: list[memoryview] = []
         if target is None or self._codec is not None:
             return found
-        for position in waiting[:_GROUP]:
+        for position in waiting[:_STRAIGHT]:
             buffer = target(position, self._volume.files.disk_bytes(int(places[position])))
             if buffer is None:
                 break

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +17,10 @@ from tierstore.admission import Admission
 from tierstore.codecs import ShuffleZstdCodec
 from tierstore.errors import CapacityError, PolicyError
 from tierstore.testing.faults import FaultIO, error
+from tierstore.volume.format import KeyFields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -164,6 +166,27 @@ class TestRaces:
         with open_store(store_path(store)) as again:
             assert again.get(KEYS[0]) == b"later"
 
+    def test_a_put_that_is_under_way_wins_over_an_old_value_that_only_moves(
+        self, store: KeyedStore, io: FaultIO
+    ) -> None:
+        """D3. The old value's file fails to sync, so what is in it is written again elsewhere."""
+        store.put(b"small", b"so that there is a file for small values")
+        store.sync()
+        store.put(KEYS[1], VALUES[1])
+        hang = Hang()
+        io.inject("write", hang.effect, nth=1)
+        writer, results = started(store.put, KEYS[0], b"new")
+        hang.wait()
+        old = store.volume.files.of(int(store.volume.records.find(KeyFields(KEYS[:1]))[0]))
+        io.inject("sync", error(errno.EIO), name=os.path.basename(old.path), nth=1)
+        with pytest.raises(OSError, match="could not be synced"):
+            store.sync()
+        assert store.get(KEYS[0]) == VALUES[0]
+        hang.release()
+        finished(writer)
+        assert results == [True]
+        assert store.get(KEYS[0]) == b"new"
+
     def test_a_put_while_others_evict_is_whole(self, store: KeyedStore, io: FaultIO) -> None:
         """D1."""
         store.put(b"x", bytes(16_000))  # so that there is a file for values of this size
@@ -206,8 +229,6 @@ class TestRaces:
 
 
 def store_path(store: KeyedStore) -> Path:
-    from pathlib import Path
-
     return Path(store.volume.directory).parent
 
 

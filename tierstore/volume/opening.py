@@ -59,6 +59,7 @@ SEGMENTS = "segments"
 SEGMENT_NAME = re.compile(r"(\d{8})" + re.escape(SUFFIX))
 _IDENTITY_BYTES_MOST = 1 << 16
 _LEAST_DIRECTORY_BYTES = 1 << 16
+_MANY, _LEAST_OF_MANY = 256, 1 << 17
 _SEGMENT_BYTES = (1 << 20, 1 << 34)
 _MOST_SEQUENCES = 1 << 63
 """No store lives that long."""
@@ -451,6 +452,12 @@ def _segment_bytes(capacity_bytes: int, asked: int | None) -> int:
         if asked % PAGE or asked < 4 * PAGE:
             raise ConfigError(
                 f"segment={asked}: expected a multiple of {PAGE} bytes, at least {4 * PAGE}"
+            )
+        if asked < _LEAST_OF_MANY and capacity_bytes // asked > _MANY:
+            raise ConfigError(
+                f"segment={asked}, disk={capacity_bytes}: expected segments of at least "
+                f"{_LEAST_OF_MANY} bytes where there are more than {_MANY}, for which the "
+                "directory has room"
             )
         return asked
     least, most = _SEGMENT_BYTES

@@ -72,7 +72,7 @@ class Stored:
     """Values as they are on disk: the bytes of each, how long each was before, and by which codec.
 
     valid: uint32, blocks that each holds; 0 where that means nothing. least_bytes: room that each
-    takes at least.
+    takes at least. sequences: of values that only move; others get the next ones.
     """
 
     pieces: Sequence[memoryview]
@@ -80,6 +80,7 @@ class Stored:
     codec: int
     valid: Sequence[int] | None = None
     least_bytes: int = 0
+    sequences: Sequence[int] | None = None
 
 
 class Volume:
@@ -291,6 +292,8 @@ class Volume:
         n = len(keys)
         rows = np.zeros(n, ROW)
         rows["sequence"] = np.arange(first, first + n, dtype=np.uint64)
+        if stored.sequences is not None:
+            rows["sequence"] = stored.sequences
         rows["stored_bytes"] = [piece.nbytes for piece in stored.pieces]
         rows["value_bytes"] = stored.value_bytes
         rows["key_bytes"] = keys.lengths
@@ -561,9 +564,11 @@ class Volume:
         except OSError:
             self.health.errors["lost segment file"] += 1
         for key, stored, row in saved:
+            # With a new sequence it would take the place of a value that is being put right now.
             one = Stored(
-                [stored], [int(row["value_bytes"])], int(row["codec"]), [int(row["valid"])]
-            )
+                [stored], [int(row["value_bytes"])], int(row["codec"]), [int(row["valid"])],
+                sequences=[int(row["sequence"])],
+            )  # fmt: skip
             self.write(KeyFields([key]), one)
 
     def _read_one(self, place: int) -> memoryview | None:
