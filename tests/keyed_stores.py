@@ -88,7 +88,7 @@ class Hang:
 
     def __init__(self) -> None:
         self.arrived, self._released = threading.Event(), threading.Event()
-        self.effect: Callable[[Call], None] = hanging(self._released, self.arrived)
+        self.effect: Callable[[Call], object] = hanging(self._released, self.arrived)
 
     def wait(self) -> None:
         """Until a call hangs."""

@@ -12,13 +12,11 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tierstore.errors import TierOfflineError
-from tierstore.kernels import preads
+from tierstore.ring import Ring, open_ring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
@@ -31,6 +29,8 @@ _MOST_BUFFERS = 1024
 _MOST_WRITTEN = 1 << 18
 """Bytes of one call. A buffered write of some MiB gets its page cache in pages so large that each
 byte costs up to five times as much (ext4, Linux 6.18, measured 2026-11-29)."""
+
+_MOST_RINGS = 4
 
 SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
 """Flags of every open: not inherited by other programs, and no links followed."""
@@ -58,22 +58,24 @@ class FileIO:
         """Bytes read at `offset` into `buffers`, one after the other; at most 1,024 buffers."""
         return os.preadv(fd, buffers, offset)
 
-    def read_many(self, reads: Sequence[tuple[int, int, WriteableBuffer]]) -> list[int]:
-        """Bytes read of each (fd, offset, buffer), one after the other without the GIL.
+    @property
+    def reads_many(self) -> bool:
+        """Whether `read_many` does what it says: `read` is the system's, and has a ring."""
+        return type(self).read is FileIO.read and _rings.are_there()
 
-        Where fewer came than the buffer holds, `read` tells why; so it does for all of them where
-        it is not the system's.
+    def read_many(
+        self, reads: Sequence[tuple[int, int, WriteableBuffer]]
+    ) -> Iterator[tuple[int, int]]:
+        """Fill buffers of (fd, offset, buffer), many at once: each position, with its bytes read.
+
+        In the order in which they are done. What comes short, or not at all, is to be asked for by
+        `read`, which says why; so is everything unless `reads_many`.
         """
-        if not preads.IS_COMPILED or type(self).read is not FileIO.read:
-            return [0] * len(reads)
-        arrays = [np.frombuffer(buffer, np.uint8) for _, _, buffer in reads]
-        files = np.array([fd for fd, _, _ in reads], np.int32)
-        offsets = np.array([offset for _, offset, _ in reads], np.int64)
-        addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
-        sizes = np.array([array.nbytes for array in arrays], np.uint64)
-        counts = np.empty(len(reads), np.uint64)
-        preads.read_many(files, addresses, sizes, offsets, counts)
-        return counts.tolist()
+        if self.reads_many and (ring := _rings.take()) is not None:
+            try:
+                yield from ring.read(reads)
+            finally:
+                _rings.give(ring)
 
     def write(self, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> int:
         """Bytes of `buffers`, one after the other, written at `offset`."""
@@ -124,6 +126,43 @@ class FileIO:
 
     def reached(self, point: str) -> None:
         """A named moment of an operation, where a test may end the process."""
+
+
+class _Rings:
+    """Rings that nobody uses at the moment. A fork begins with none."""
+
+    def __init__(self) -> None:
+        self._idle: list[Ring] = []
+        self._process = os.getpid()
+        self._are_there: bool | None = None
+
+    def are_there(self) -> bool:
+        """Whether this system gives rings."""
+        if self._are_there is None:
+            ring = open_ring()
+            self._are_there = ring is not None
+            if ring is not None:
+                self.give(ring)
+        return self._are_there
+
+    def take(self) -> Ring | None:
+        """A ring, which no other thread has; None where there is none to be had."""
+        if os.getpid() != self._process:
+            self._idle, self._process = [], os.getpid()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return open_ring()
+
+    def give(self, ring: Ring) -> None:
+        """Return a ring."""
+        if len(self._idle) < _MOST_RINGS:
+            self._idle.append(ring)
+        else:
+            ring.close()
+
+
+_rings = _Rings()
 
 
 def read_fully(io: FileIO, fd: int, buffer: WriteableBuffer, offset: int) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _STAGING_BYTES = 1 << 20
 _STAGING = 96
 _GROUP = 32
-_STRAIGHT = 1024
+_STRAIGHT = 256
 """Values in a group that needs no staging."""
 _GROUPS = 3
 """Groups under way: while one is handed out, the disk has two."""

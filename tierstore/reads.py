@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _MERGED_BYTES = 1 << 20
 _MERGED_BUFFERS = 1024
 _RUNS_AT_ONCE = 16
+_FOR_ONE = 64
+"""Runs from which on one thread with a ring beats many without."""
 
 
 class Read(NamedTuple):
@@ -71,6 +73,8 @@ class _Batch:
         """Set when there is nothing more to wait for."""
         self.runs = _merged(requests)
         self.is_cancelled = False
+        self.is_for_one = False
+        """Whether whoever takes part takes all of it."""
         self._requests = requests
         self._outcomes: list[Exception | None] = [_UNKNOWN] * len(requests)
         self._lock = threading.Lock()
@@ -94,25 +98,22 @@ class _Batch:
             if not self.has_more:
                 return []
             left = len(self.runs) - self._begun
-            first, self._begun = self._begun, self._begun + _share(left, hands)
+            count = left if self.is_for_one else _share(left, hands)
+            first, self._begun = self._begun, self._begun + count
             self._active += 1
             return self.runs[first : self._begun]
 
     def perform(self, io: FileIO, runs: list[list[int]]) -> None:
         """Read runs that were taken, then leave."""
-        single = [run[0] for run in runs if len(run) == 1]
-        filled = dict(
-            zip(single, io.read_many([self._requests[i][:3] for i in single]), strict=True)
-        )
-        for run in runs:
-            if self.is_cancelled:
-                break
-            request = self._requests[run[0]]
-            if filled.get(run[0]) == memoryview(request.buffer).nbytes:
-                self._outcomes[run[0]] = _checked(request)
-            elif len(run) == 1 or not self._read_as_one(io, run):
-                for number in run:
-                    self._outcomes[number] = _outcome(io, self._requests[number])
+        try:
+            for run in self._read_many(io, runs) if self.is_for_one else runs:
+                if self.is_cancelled:
+                    break
+                if len(run) == 1 or not self._read_as_one(io, run):
+                    for number in run:
+                        self._outcomes[number] = _outcome(io, self._requests[number])
+        except Exception as error:  # a thread that dies would keep its caller waiting
+            self._fail(runs, error)
         with self._lock:
             self._active -= 1
             if self._active or self.has_more:
@@ -121,6 +122,29 @@ class _Batch:
             settling, self._settling = self._settling, []
         for call in settling:
             call()
+
+    def _read_many(self, io: FileIO, runs: list[list[int]]) -> list[list[int]]:
+        """Read requests that stand alone, many at once; returns the runs that are left."""
+        single = [run[0] for run in runs if len(run) == 1]
+        done = set()
+        reading = io.read_many([self._requests[number][:3] for number in single])
+        try:
+            for position, count in reading:
+                request = self._requests[single[position]]
+                if count == memoryview(request.buffer).nbytes:
+                    self._outcomes[single[position]] = _checked(request)
+                    done.add(single[position])
+                if self.is_cancelled:
+                    break
+        finally:
+            reading.close()
+        return [run for run in runs if run[0] not in done]
+
+    def _fail(self, runs: list[list[int]], error: Exception) -> None:
+        for run in runs:
+            for number in run:
+                if self._outcomes[number] is _UNKNOWN:
+                    self._outcomes[number] = _bare(error)
 
     def _read_as_one(self, io: FileIO, run: list[int]) -> bool:
         """Whether one read filled all; if not, one bad place must not cost its neighbours."""
@@ -372,16 +396,22 @@ class ReadPool:
         """As `read`, but return at once: threads read while the caller does something else.
 
         The buffers are not the caller's before `Reading.wait` returned, which also takes part in
-        what is left to do; a pool without threads does all of it there.
+        what is left to do; a pool without threads does all of it there. A batch of 64 runs or more
+        without a deadline is read by one thread, by io_uring where there is one.
         """
         return self._begin(requests, deadline, 0)
 
     def _begin(self, requests: Sequence[Read], deadline: float | None, callers: int) -> Reading:
         until = None if deadline is None else time.monotonic() + deadline
         batch = _Batch(requests)
-        if not self._queue.add(batch, len(batch.runs) - callers) or not batch.runs:
+        batch.is_for_one = until is None and self._can_be_for_one(batch)
+        hands = 1 if batch.is_for_one else len(batch.runs)
+        if not self._queue.add(batch, hands - callers) or not batch.runs:
             batch.cancel()
         return Reading(self._queue, batch, until)
+
+    def _can_be_for_one(self, batch: _Batch) -> bool:
+        return len(batch.runs) >= _FOR_ONE and self._queue.threads > 0 and self._queue.io.reads_many
 
     def close(self, deadline: float = 5.0) -> bool:
         """Refuse further reads and wait for those under way; whether all threads ended.

@@ -185,7 +185,7 @@ class TestValues:
             for _ in range(2):
                 assert store.get(b"a") == large
                 with store.lease(b"a", owner="test", seconds=9) as lease:
-                    assert lease.values[0] == large
+                    assert bytes(lease.values[0] or b"") == large
             assert store.stats().hits["disk"] == 4
 
     @pytest.mark.parametrize(
@@ -193,7 +193,8 @@ class TestValues:
         [
             np.arange(24, dtype=np.float32).reshape(4, 6), np.arange(5, dtype=np.uint64),
             np.zeros(0, np.uint8), np.array(7.0), np.array([True, False]), memoryview(b"abcd")[1:3],
-            bytearray(b"xyz"), np.array([1, 2], ">f4"), np.float16([1, math.nan, math.inf, 6e-8]),
+            bytearray(b"xyz"), np.array([1, 2], ">f4"),
+            np.array([1, math.nan, math.inf, 6e-8], np.float16),
         ],
         ids=lambda value: f"{type(value).__name__} {getattr(value, 'shape', '')}",
     )  # fmt: skip
@@ -259,7 +260,7 @@ class TestValues:
     ) -> None:
         """E4."""
         random = np.random.default_rng(0)
-        payloads = [
+        payloads: list[Any] = [
             np.full(999, math.nan, np.float32), np.full(999, -math.inf), np.full(999, 5e-324),
             np.zeros(999), random.standard_normal(999).astype(np.float16), random.bytes(4000),
             np.array([0x7FC0DEAD, 0xFFC00001] * 300, np.uint32), np.tile(np.arange(256), 9),
@@ -289,7 +290,7 @@ class TestValues:
             ]
 
 
-WRONG_OPTIONS = {
+WRONG_OPTIONS: dict[str, list[Any]] = {
     "disk": [0, -1, math.nan, 1.5, True, None, "", "many", "-1MiB", 4096],
     "dram": [0, -1, math.nan, True, "x", 1, 4096],
     "segment": [0, -4096, 5000, 4096, 12288, "x"],
@@ -685,6 +686,20 @@ class TestWrap:
             assert all(key in store for key in keys[:6])
             store.validate()
 
+    def test_more_leases_than_16_bits_count_hold_their_value(self, tmp_path: Path) -> None:
+        """E11, D6."""
+        with open_store(tmp_path / "s", disk="128KiB", dram="80KiB") as store:
+            assert store.put(b"a", content(0, 16_000))
+            assert store.get(b"a") is not None
+            lease = store.lease_many([b"a"] * (1 << 16), owner="test", seconds=9)
+            for number in range(9):
+                store.put(b"x %d" % number, bytes(16_000))
+                store.get(b"x %d" % number)
+            assert bytes(lease.values[0] or b"") == content(0, 16_000)
+            assert b"a" in store
+            lease.release()
+            assert not store.volume.records.pins.any()
+
     def test_sequences_beyond_32_bits_and_near_their_end_are_in_order(self, tmp_path: Path) -> None:
         """E11."""
         for start in ((1 << 32) - 3, (1 << 53) - 3, (1 << 62) - 3, (1 << 63) - 40):
@@ -799,7 +814,7 @@ class TestMalice:
             segment = store.volume.files.of(int(store.volume.records.live_places()[0]))
             file, header = Path(segment.path), segment.header
         body = bytearray(header_body(bytearray(header.encode())))
-        forged = replace(header, **changes)
+        forged = replace(header, **changes)  # type: ignore[arg-type]
         start = header.data_offset if "extents" not in changes else 1 << 20
         struct.pack_into("<QQQ", body, 56, forged.extent_bytes, forged.extents, start)
         data = bytearray(file.read_bytes())

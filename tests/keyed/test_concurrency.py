@@ -330,6 +330,7 @@ class TestLeased:
             assert not store.put(b"y %d" % number, bytes(16_000))
         assert store.stats().refused == {"no room": refused + 3}
         assert [bytes(view) for view in lease.values if view is not None] == before
+        assert store.contains_many(there).all()
         with pytest.raises(CapacityError, match="release leases first"):
             store.resize(disk="192KiB")
         lease.release()
@@ -459,7 +460,7 @@ class TestTraffic:
         def value(key: bytes, seed: int) -> bytes:
             return key + b"." + content(seed, 50 + 997 * (seed % 9))
 
-        def use(thread: int) -> int:
+        def use(store: KeyedStore, thread: int) -> int:
             random, seen = np.random.default_rng(thread), 0
             for step in range(60):
                 key = keys[random.integers(len(keys))]
@@ -478,7 +479,7 @@ class TestTraffic:
             open_store(tmp_path / "s", disk="256KiB", dram="128KiB", threads=threads) as store,
             ThreadPoolExecutor(8) as pool,
         ):
-            assert sum(pool.map(use, range(8))) > 0
+            assert sum(pool.map(use, [store] * 8, range(8))) > 0
             store.validate()
             stats = store.stats()
             assert stats.records == len(list(store.keys()))

@@ -342,6 +342,20 @@ class TestSync:
             lease.release()
             store.validate()
 
+    def test_values_in_files_that_a_resize_added_survive_a_power_loss(
+        self, tmp_path: Path, io: FaultIO
+    ) -> None:
+        """C7. Their names must be durable too."""
+        keys = [b"%d" % i for i in range(20)]
+        values = [content(i, 16_000) for i in range(20)]
+        with open_store(tmp_path / "s", io=io, disk="128KiB") as store:
+            store.resize(disk="1MiB")
+            assert store.put_many(keys, values).all()
+            store.sync()
+            io.crash(tmp_path / "after", keep="none")
+        with open_store(tmp_path / "after" / "s", disk="1MiB") as after:
+            assert after.get_many(keys) == values
+
     def test_what_a_killed_process_wrote_is_durable_after_the_next_one_syncs(
         self, tmp_path: Path, io: FaultIO
     ) -> None:
@@ -358,11 +372,11 @@ class TestSync:
 
 
 class TestTransfers:
-    @pytest.mark.parametrize("most", [1, 511, 4096])
+    @pytest.mark.parametrize("most", [97, 511, 4096])
     def test_short_transfers_are_continued(self, tmp_path: Path, most: int) -> None:
         """C9."""
         io = FaultIO(tmp_path, Overlay())  # direct transfers end at sectors only
-        io.inject("read write", short(most), one_in=2)
+        io.inject("read write", short(most))
         with open_store(tmp_path / "s", io=io, disk="192KiB") as store:
             assert store.put_many(KEYS[:2], [VALUES[0][:600], VALUES[1][:5]]).all()
             assert store.get_many(KEYS[:2]) == [VALUES[0][:600], VALUES[1][:5]]

@@ -133,10 +133,10 @@ class TestBuffers:
     ) -> None:
         """D8."""
         with open_store(tmp_path / "s", dram=dram) as store:
-            sources = [bytearray(b"before"), np.full(5000, 1, np.uint8)]
-            store.put_many([b"a", b"b"], sources)
-            sources[0][:] = b"after!"
-            sources[1][:] = 2
+            text, array = bytearray(b"before"), np.full(5000, 1, np.uint8)
+            store.put_many([b"a", b"b"], [text, array])
+            text[:] = b"after!"
+            array[:] = 2
             assert store.get_many([b"a", b"b"]) == [b"before", bytes([1]) * 5000]
 
     @pytest.mark.parametrize("dram", [None, "128KiB"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tierstore.codecs import ShuffleZstdCodec
 from tierstore.identity import Identity
@@ -23,7 +23,10 @@ EXAMPLES, STEPS = {"dev": (8, 30), "ci": (15, 40), "nightly": (500, 100)}[
 
 def checked(machine: type[KeyedStoreMachine]) -> type[TestCase]:
     case: type[TestCase] = machine.TestCase
-    case.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS)  # type: ignore[attr-defined]
+    phases = [Phase.generate] if "MUTATED" in os.environ else list(Phase)
+    case.settings = settings(  # type: ignore[attr-defined]
+        max_examples=EXAMPLES, stateful_step_count=STEPS, phases=phases
+    )
     return case
 
 

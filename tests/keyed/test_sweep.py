@@ -66,14 +66,14 @@ OPERATIONS = {
         lambda store: store.delete_many(KEYS[:3]), {k: OLD[k] for k in KEYS[3:]}, may_raise=True
     ),
     "sync": Operation(
-        lambda store: (store.put(b"new", NEW), store.sync()), OLD | {b"new": NEW}, may_raise=True
+        lambda store: [store.put(b"new", NEW), store.sync()],  # type: ignore[func-returns-value] OLD | {b"new": NEW}, may_raise=True
     ),
     "clear": Operation(lambda store: store.clear(), {}, may_raise=True),
     "grow": Operation(lambda store: store.resize(disk=CAPACITY + (128 << 10)), OLD, may_raise=True),
     "shrink": Operation(lambda store: store.resize(disk="192KiB"), OLD, may_raise=True),
     "check": Operation(lambda store: store.check(fix=True), OLD, may_raise=True),
     "close": Operation(
-        lambda store: (store.delete(KEYS[0]), store.close()),
+        lambda store: [store.delete(KEYS[0]), store.close()],  # type: ignore[func-returns-value]
         {k: OLD[k] for k in KEYS[1:]},
         may_raise=True,
     ),
@@ -110,7 +110,7 @@ def fresh(template: Path, io: FaultIO) -> KeyedStore:
     return open_store(template / "case", io=io, dram="128KiB", threads=0)
 
 
-WAYS: dict[str, tuple[str, Callable[[Call], None]]] = {
+WAYS: dict[str, tuple[str, Callable[[Call], object]]] = {
     "EIO": ("*", error(errno.EIO)),
     "ENOSPC": ("*", error(errno.ENOSPC)),
     "short": (" ".join(TRANSFERS), short(1)),

@@ -12,6 +12,7 @@ import pytest
 pytest.register_assert_rewrite(
     "tierstore.testing.codecs",
     "tierstore.testing.indexes",
+    "tierstore.testing.keyed",
     "tierstore.testing.policies",
     "tierstore.testing.records",
     "tierstore.testing.tiers",
@@ -22,6 +23,7 @@ from tierstore.testing.codecs import CodecTests  # noqa: E402
 from tierstore.testing.faults import FaultIO  # noqa: E402
 from tierstore.testing.history import History  # noqa: E402
 from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
+from tierstore.testing.keyed import KeyedStoreMachine, KeyedStoreTests  # noqa: E402
 from tierstore.testing.kills import KillIO  # noqa: E402
 from tierstore.testing.policies import PolicyTests  # noqa: E402
 from tierstore.testing.records import RecordTierTests  # noqa: E402
@@ -34,6 +36,8 @@ __all__ = [
     "History",
     "IndexSetting",
     "IndexTests",
+    "KeyedStoreMachine",
+    "KeyedStoreTests",
     "KillIO",
     "PolicyTests",
     "RecordTierTests",

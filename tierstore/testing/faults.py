@@ -28,7 +28,7 @@ from tierstore.io import FileIO
 from tierstore.testing.powerloss import Disk, File, Folder, Resize, Write, copy_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -309,8 +309,14 @@ class FaultIO(FileIO):
     def read(self, fd: int, buffer: WriteableBuffer, offset: int) -> int:
         return self.read_into(fd, [buffer], offset)
 
-    def read_many(self, reads: Sequence[tuple[int, int, WriteableBuffer]]) -> list[int]:
-        return [0] * len(reads)  # so that each is asked for by `read`
+    @property
+    def reads_many(self) -> bool:
+        return False
+
+    def read_many(
+        self, reads: Sequence[tuple[int, int, WriteableBuffer]]
+    ) -> Iterator[tuple[int, int]]:
+        yield from ()  # so that each is asked for by `read`
 
     def read_into(self, fd: int, buffers: Sequence[WriteableBuffer], offset: int) -> int:
         call = self._enter("read", self._of(fd)[0], offset)

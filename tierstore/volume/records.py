@@ -18,7 +18,7 @@ from tierstore.volume.format import FREE, KEY_INLINE, LIVE, ROW, ROW_BYTES, KeyF
 if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, Ids, Pointers
 
-RECORD_BYTES = ROW_BYTES + 4 + 4 + 4 + 2
+RECORD_BYTES = ROW_BYTES + 4 + 4 + 4 + 4
 """Bytes that each place takes in the columns here; the index takes 4 to 12 more."""
 
 _SMALLEST_INDEX = 64
@@ -53,7 +53,7 @@ class Records:
     ----------
     rows: as in the files. segment: int32, number of the segment that owns the place, -1 none.
     cached: int32, page in the memory tier where a copy of the value begins, -1 none.
-    used: uint32, tick of the latest use. pins: uint16, readers and leases.
+    used: uint32, tick of the latest use. pins: uint32, readers and leases.
     long_keys: the whole key of places whose key does not fit into a row.
     """
 
@@ -73,7 +73,7 @@ class Records:
         self.segment: Ids = np.full(places, -1, np.int32)
         self.cached: Ids = np.full(places, -1, np.int32)
         self.used: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
-        self.pins: npt.NDArray[np.uint16] = np.zeros(places, np.uint16)
+        self.pins: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
         if old is not None:
             for name in ("rows", "segment", "cached", "used", "pins"):
                 getattr(self, name)[: self._size] = old[name][: self._size]
