@@ -255,7 +255,7 @@ class KeyedStore:
         return Stored([_coded(self._codec, piece) for piece in pieces], sizes, self._codec.code)
 
     def _read_back(self, fields: KeyFields) -> npt.NDArray[np.bool_]:
-        """Which of them are on disk as they should be."""
+        """Which of them are on disk as they should be; the others are dropped."""
         is_right: npt.NDArray[np.bool_] = np.zeros(len(fields), np.bool_)
 
         def note(position: int, value: memoryview) -> None:
@@ -268,6 +268,7 @@ class KeyedStore:
         try:
             self._loader.load(places, found.tolist(), note, Counter(), None)
         finally:
+            self.volume.drop_damaged(places[found[~is_right[found]]], "unverified")
             self.volume.let_go(places[found])
         return is_right
 

@@ -101,6 +101,7 @@ class Machine:
         self.model = Model()
         self.model.may_lose = segments == TIGHT
         self.expected: list[set[int]] | None = None
+        self.image_segments = segments
         self.saved: list[bytes] = []
         self.version = 0
         self.store = self.open()
@@ -115,6 +116,7 @@ class Machine:
     def lose(self, _: Call | None = None) -> None:
         """Take an image of what a power loss would leave now, and what must be in it."""
         self.expected = self.model.allowed()
+        self.image_segments = self.segments
         loss = self.loss
         self.io.crash(
             self.image, keep=loss.keep, tear=loss.tear, seed=loss.seed, copy=self.copy_unseen
@@ -212,12 +214,12 @@ def check_image(machine: Machine) -> None:
     # What is cut off cleanly is a crash, and no damage.
     is_clean_cut = machine.loss.keep == "none" and machine.loss.directory == "now"
     recovery: Recovery = "strict" if is_clean_cut else "quiet"
-    with open_image(machine.image, machine.segments, recovery=recovery) as store:
+    with open_image(machine.image, machine.image_segments, recovery=recovery) as store:
         found = versions_in(store, machine.expected)
         store.validate()
         assert store.put(b"another", b"value")
         store.sync()
-    with open_image(machine.image, machine.segments, recovery="strict") as store:
+    with open_image(machine.image, machine.image_segments, recovery="strict") as store:
         again = versions_in(store, machine.expected)
         assert store.get(b"another") == b"value"
         store.validate()
@@ -322,7 +324,7 @@ def interrupted(
 
     io.inject("*", lose, nth=nth)
     try:
-        open_image(machine.image, machine.segments, recovery="quiet", io=io).close()
+        open_image(machine.image, machine.image_segments, recovery="quiet", io=io).close()
     except _PowerLostError:
         io.heal()
         return after

@@ -59,7 +59,7 @@ SEGMENTS = "segments"
 SEGMENT_NAME = re.compile(r"(\d{8})" + re.escape(SUFFIX))
 _IDENTITY_BYTES_MOST = 1 << 16
 _LEAST_DIRECTORY_BYTES = 1 << 16
-_MANY, _LEAST_OF_MANY = 256, 1 << 17
+_MANY, _LEAST_OF_MANY = 400, 1 << 17
 _SEGMENT_BYTES = (1 << 20, 1 << 34)
 _MOST_SEQUENCES = 1 << 63
 """No store lives that long."""
