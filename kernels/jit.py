@@ -17,7 +17,7 @@ except ImportError:
 
     def njit(function: Function) -> Function:
         """Unsigned arithmetic wraps around, as it does when compiled."""
-        return cast("Function", np.errstate(over="ignore")(function))
+        return np.errstate(over="ignore")(function)
 
 else:
 

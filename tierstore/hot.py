@@ -139,8 +139,8 @@ class HotCache:
 
     def _empty(self, size: int, slab: int) -> None:
         pages = self._slots(slab, size)
-        places = self._place_of[pages]
-        places = places[places >= 0].astype(np.int64)
+        held = self._place_of[pages]
+        places: Pointers = held[held >= 0].astype(np.int64)
         self.unlink(places)
         self.evictions += len(places)
         first = slab * self.slab_pages

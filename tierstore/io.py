@@ -16,7 +16,7 @@ from tierstore.errors import TierOfflineError
 from tierstore.ring import Ring, open_ring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
@@ -65,7 +65,7 @@ class FileIO:
 
     def read_many(
         self, reads: Sequence[tuple[int, int, WriteableBuffer]]
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Generator[tuple[int, int], None, None]:
         """Fill buffers of (fd, offset, buffer), many at once: each position, with its bytes read.
 
         In the order in which they are done. What comes short, or not at all, is to be asked for by

@@ -310,7 +310,8 @@ class KeyedStore:
             if nbytes != out.shape[1] or nbytes % PAGE:
                 return None
             straight.add(position)
-            return out[position].data
+            row: memoryview = out[position].data
+            return row
 
         def take(position: int, value: memoryview) -> None:
             if len(value) > out.shape[1]:

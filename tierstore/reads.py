@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,7 +129,7 @@ class _Batch:
         single = [run[0] for run in runs if len(run) == 1]
         done = set()
         reading = io.read_many([self._requests[number][:3] for number in single])
-        try:
+        with closing(reading):
             for position, count in reading:
                 request = self._requests[single[position]]
                 if count == memoryview(request.buffer).nbytes:
@@ -136,8 +137,6 @@ class _Batch:
                     done.add(single[position])
                 if self.is_cancelled:
                     break
-        finally:
-            reading.close()
         return [run for run in runs if run[0] not in done]
 
     def _fail(self, runs: list[list[int]], error: Exception) -> None:

@@ -75,7 +75,7 @@ class Ring:
         A negative number of bytes is an error of the system. OSError if the ring fails. Closed
         early, it waits for what is under way: no buffer changes afterwards.
         """
-        views = [np.frombuffer(buffer, np.uint8) for _, _, buffer in reads]
+        views = [np.frombuffer(memoryview(buffer), np.uint8) for _, _, buffer in reads]
         requests = np.zeros(len(reads), _SUBMISSION)
         requests["opcode"] = _READ
         requests["fd"] = [fd for fd, _, _ in reads]

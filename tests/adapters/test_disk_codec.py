@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 def next_logits(folder: Path, codec: str | None) -> torch.Tensor:
     """Logits after a prompt of 300 tokens whose blocks are mostly on disk only."""
     model = llama()
-    options = {} if codec is None else {"disk_codec": codec}
-    with attach(model, preset="full", dram="160KiB", disk=folder, **options) as cache:
+    with attach(model, preset="full", dram="160KiB", disk=folder, disk_codec=codec) as cache:
         ids = random_ids(1, 300)
         model(ids, **cache.kwargs, use_cache=True)
         logits: torch.Tensor = model(ids[:, :1], **cache.kwargs, use_cache=True).logits
@@ -46,12 +45,9 @@ def test_lossy_codecs_change_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"disk_codec": "int8"}, "no disk tier"),
-        ({"disk_codec": "int5", "disk": "."}, "'int5' is unknown"),
-    ],
+    ("codec", "disk", "message"),
+    [("int8", None, "no disk tier"), ("int5", ".", "'int5' is unknown")],
 )
-def test_what_cannot_be_is_refused(options: dict[str, str], message: str) -> None:
+def test_what_cannot_be_is_refused(codec: str, disk: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        attach(llama(), dram="1MiB", **options)
+        attach(llama(), dram="1MiB", disk=disk, disk_codec=codec)

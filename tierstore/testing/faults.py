@@ -28,7 +28,7 @@ from tierstore.io import FileIO
 from tierstore.testing.powerloss import Disk, File, Folder, Resize, Write, copy_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -315,7 +315,7 @@ class FaultIO(FileIO):
 
     def read_many(
         self, reads: Sequence[tuple[int, int, WriteableBuffer]]
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Generator[tuple[int, int], None, None]:
         yield from ()  # so that each is asked for by `read`
 
     def read_into(self, fd: int, buffers: Sequence[WriteableBuffer], offset: int) -> int:
