@@ -2,6 +2,8 @@
 # make test    every check, then the test suite
 # make check   lint, format, types, import directions, spelling
 # make bench   the paired benchmarks
+# make mutate  breaks the storage engine on purpose; its tests must notice each time
+# make nightly the long searches: Hypothesis, kills, power losses, soaks, mutations
 # make clean   removes builds and caches, keeps .venv
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
@@ -20,7 +22,7 @@ KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
 HYPOTHESIS_PROFILE ?= $(if $(filter true,$(CI)),ci,dev)
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench mutate nightly clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -50,6 +52,12 @@ bench: $(INSTALLED)
 	$(BIN)/tierstore bench decode --disk build/bench-kv --json build/bench-decode.json
 	$(BIN)/tierstore bench attention --json build/bench-attention.json
 	$(BIN)/tierstore bench store --disk build/bench-store --json build/bench-store.json
+
+mutate: $(INSTALLED)
+	$(BIN)/python tests/mutations.py
+
+nightly: mutate
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=7200
 
 clean:
 	rm -rf build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from _typeshed import WriteableBuffer
 
@@ -69,7 +69,9 @@ class Ring:
     def _words(self, at: int, count: int = 1) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         return np.frombuffer(self._map, np.uint32, count, at)
 
-    def read(self, reads: Sequence[tuple[int, int, WriteableBuffer]]) -> Iterator[tuple[int, int]]:
+    def read(
+        self, reads: Sequence[tuple[int, int, WriteableBuffer]]
+    ) -> Generator[tuple[int, int], None, None]:
         """Fill buffers: the position of each (fd, offset, buffer) as it is done, and its bytes.
 
         A negative number of bytes is an error of the system. OSError if the ring fails. Closed

@@ -86,6 +86,7 @@ def child(
 
 
 def test_the_tier_passes_its_suite(tmp_path: Path) -> None:
+    """C18. In POSIX mode, which `medium` says, with parts and memory that are not aligned."""
     needs_kvikio()
     env = None if has_driver() else stand_in(tmp_path, cu_init=0)
     report = tmp_path / "report.xml"

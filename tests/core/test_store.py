@@ -557,6 +557,7 @@ def test_an_append_that_fails_leaves_the_segments_as_before(
 
 
 def test_a_visit_that_fails_can_be_tried_again(make_store: Callable[..., BlockStore]) -> None:
+    """C17. No device fails here: a tier that raises in the middle stands for one that does."""
     it = filled(make_store("device", "late", slots=(2,)), 1, 4, quota=2)
     it.visit([0, 1])
     with failing(it.store.tiers[1], "read", late=True), pytest.raises(OSError, match="read"):
