@@ -18,7 +18,7 @@ CASES = [
 _NUMBERS = re.compile(r"[A-E]\d+(?:, [A-E]\d+)*(?=[.:,])")
 
 
-def tests_of_cases() -> dict[str, list[str]]:
+def cases_to_tests() -> dict[str, list[str]]:
     """Names of tests, with their file, by fault case."""
     found: dict[str, list[str]] = {case: [] for case in CASES}
     for path in sorted(ROOT.rglob("*.py")):
@@ -33,7 +33,7 @@ def tests_of_cases() -> dict[str, list[str]]:
 
 def rows() -> list[str]:
     """Rows of the table: case, how many tests, and one of them."""
-    return [f"| {case} | {len(tests)} | `{tests[0]}` |" for case, tests in tests_of_cases().items()]
+    return [f"| {case} | {len(tests)} | `{tests[0]}` |" for case, tests in cases_to_tests().items()]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The table of fault cases in docs/reliability.md is what the tests are."""
 
-from fault_cases import ROOT, rows, tests_of_cases
+from fault_cases import ROOT, rows, cases_to_tests
 
 
 def test_every_fault_case_has_a_test() -> None:
-    assert [case for case, tests in tests_of_cases().items() if not tests] == []
+    assert [case for case, tests in cases_to_tests().items() if not tests] == []
 
 
 def test_the_table_is_up_to_date() -> None:
