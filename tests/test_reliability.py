@@ -1,6 +1,6 @@
 """The table of fault cases in docs/reliability.md is what the tests are."""
 
-from fault_cases import ROOT, rows, cases_to_tests
+from fault_cases import ROOT, cases_to_tests, rows
 
 
 def test_every_fault_case_has_a_test() -> None:
