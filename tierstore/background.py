@@ -78,18 +78,21 @@ class Prefetcher:
         self._queue: _Jobs = queue.Queue(_MOST_WAITING)
         self._workers: list[threading.Thread] = []
         self._starting = threading.Lock()
+        self._is_closed = False
         self._end = weakref.finalize(self, _end, self._queue, self._workers)
 
     def add(self, call: Callable[[], None]) -> Prefetch:
         """Have that done. CapacityError if too many wait already."""
         prefetch = Prefetch()
-        try:
-            self._queue.put_nowait((call, prefetch))
-        except queue.Full as error:
-            raise CapacityError(
-                f"{_MOST_WAITING} prefetches wait already: wait for some of them first"
-            ) from error
         with self._starting:
+            if self._is_closed:
+                return Prefetch.done()
+            try:
+                self._queue.put_nowait((call, prefetch))
+            except queue.Full as error:
+                raise CapacityError(
+                    f"{_MOST_WAITING} prefetches wait already: wait for some of them first"
+                ) from error
             if not self._workers:
                 worker = threading.Thread(
                     target=_work, args=(self._queue,), name="tierstore-prefetch", daemon=True
@@ -100,8 +103,10 @@ class Prefetcher:
 
     def close(self) -> None:
         """Do nothing more; those who wait go on."""
-        self._end.detach()
-        _stop(self._queue)
+        with self._starting:
+            self._is_closed = True
+            self._end.detach()
+            _stop(self._queue)
 
 
 def _stop(waiting: _Jobs) -> None:

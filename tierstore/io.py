@@ -1,6 +1,6 @@
 """The one seam between durable storage and the operating system.
 
-Everything that touches a durable file goes through a `FileIO`, so that a test can put faults, short
+What reads, writes, syncs and names durable files goes through a `FileIO`, so that a test can put faults, short
 transfers and power losses behind any single call (`tierstore.testing.FaultIO`).
 """
 
@@ -71,11 +71,22 @@ class FileIO:
         In the order in which they are done. What comes short, or not at all, is to be asked for by
         `read`, which says why; so is everything unless `reads_many`.
         """
-        if self.reads_many and (ring := _rings.take()) is not None:
-            try:
-                yield from ring.read(reads)
-            finally:
+        if not self.reads_many or (ring := _rings.take()) is None:
+            return
+        is_well = False
+        try:
+            yield from ring.read(reads)
+            is_well = True
+        except GeneratorExit:
+            is_well = True
+            raise
+        except OSError:
+            return
+        finally:
+            if is_well:
                 _rings.give(ring)
+            else:
+                ring.close()
 
     def write(self, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> int:
         """Bytes of `buffers`, one after the other, written at `offset`."""
@@ -148,6 +159,8 @@ class _Rings:
     def take(self) -> Ring | None:
         """A ring, which no other thread has; None where there is none to be had."""
         if os.getpid() != self._process:
+            for ring in self._idle:
+                ring.close()
             self._idle, self._process = [], os.getpid()
         try:
             return self._idle.pop()

@@ -68,7 +68,7 @@ class KeyedStore:
     disk: most bytes on disk; all of them are reserved when the store opens.
     dram: most bytes of values in memory in front of it; None for none.
     codec: how values are coded on disk, as they are by default; part of the identity.
-    admission: which values may be written.
+    admission: which values may be written to disk; a remote tier gets all of them.
     remote: a tier behind the disk, which other machines may share.
     verify: ``"reads"`` checks what comes from disk, ``"always"`` also what was just written.
     recovery: ``"quiet"`` drops what is found damaged on opening, ``"strict"`` raises
@@ -184,8 +184,9 @@ class KeyedStore:
         if len(pieces) != len(fields):
             raise ConfigError(f"{len(fields)} keys and {len(pieces)} values: expected one for each")
         self._leases.reap()
+        until = None if deadline is None else time.monotonic() + deadline
         try:
-            done = in_time(lambda: self._put_here(fields, pieces, deadline), deadline, "put")
+            done = in_time(lambda: self._put_here(fields, pieces, until), deadline, "put")
         except TierOfflineError:
             done = np.zeros(len(fields), np.bool_)
         if self._remote is not None:
@@ -197,8 +198,16 @@ class KeyedStore:
         return done
 
     def _put_here(
-        self, fields: KeyFields, pieces: Sequence[memoryview], deadline: float | None
+        self,
+        fields: KeyFields,
+        pieces: Sequence[memoryview],
+        until: float | None,
+        keep: int | None = None,
     ) -> npt.NDArray[np.bool_]:
+        """Store values on this machine, by the time `until`: later the caller's buffers may change.
+
+        keep: as for `Volume.write`.
+        """
         done = self._admitted(fields, pieces)
         latest = fields.latest() if len(fields) > 1 else np.zeros(1, np.int64)[: len(fields)]
         chosen = np.flatnonzero(done & (latest == np.arange(len(fields))))
@@ -209,7 +218,7 @@ class KeyedStore:
         if len(chosen) < len(fields):
             own, values = fields.take(chosen), [pieces[i] for i in chosen.tolist()]
         try:
-            done[chosen] = self.volume.write(own, self._encoded(values), deadline)
+            done[chosen] = self.volume.write(own, self._encoded(values), until, keep)
         except (OSError, MemoryError) as error:
             with self.volume.lock:
                 self.volume.refused[self._reason(error)] += len(chosen)
@@ -304,20 +313,19 @@ class KeyedStore:
                 raise ConfigError(_too_narrow(out, longest))
 
         is_aligned = out.ctypes.data % PAGE == 0 and out.strides == (out.shape[1], 1)
-        straight: set[int] = set()
 
         def target(position: int, nbytes: int) -> memoryview | None:
             if nbytes != out.shape[1] or nbytes % PAGE:
                 return None
-            straight.add(position)
             row: memoryview = out[position].data
             return row
 
         def take(position: int, value: memoryview) -> None:
             if len(value) > out.shape[1]:
                 raise ConfigError(_too_narrow(out, len(value)))
-            if position not in straight:
-                out[position, : len(value)] = np.frombuffer(value, np.uint8)
+            source = np.frombuffer(value, np.uint8)
+            if not np.may_share_memory(source, out):  # else it was read into its row
+                out[position, : len(value)] = source
             lengths[position] = len(value)
 
         self._serving.serve(
@@ -453,6 +461,7 @@ class KeyedStore:
         fields = KeyFields(keys)
         with self.volume.lock:
             self.volume.check_writable()
+            self.volume.removals += 1
             places = self.volume.records.find(fields)
             self.volume.kill(np.unique(places[places >= 0]), "deleted")
             self.volume.check_writable()

@@ -50,11 +50,6 @@ class Lease:
 
     def release(self) -> None:
         """End the lease. ConfigError if it has ended already."""
-        if not self.is_live:
-            raise ConfigError(
-                f"the lease of {self.owner!r} was released before, or its deadline passed and the "
-                "store needed the room: lease again"
-            )
         self._on_release(self)
 
     def end(self) -> None:
@@ -103,6 +98,11 @@ class Leases:
 
     def _end(self, lease: Lease) -> None:
         with self._volume.lock:
+            if not lease.is_live:
+                raise ConfigError(
+                    f"the lease of {lease.owner!r} was released before, or its deadline passed and "
+                    "the store needed the room: lease again"
+                )
             lease.end()
             self._let_go(lease)
 

@@ -115,6 +115,10 @@ class _Batch:
                         self._outcomes[number] = _outcome(io, self._requests[number])
         except Exception as error:  # a thread that dies would keep its caller waiting
             self._fail(runs, error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         with self._lock:
             self._active -= 1
             if self._active or self.has_more:

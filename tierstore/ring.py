@@ -25,7 +25,8 @@ _SETUP, _ENTER = 425, 426
 _GET_EVENTS = 1
 _READ = 22
 _SUBMISSIONS_AT = 0x10000000
-_ONE_MAP = 1
+_NEEDED = 1 | 8
+"""One map for both queues, and a kernel that knows plain reads."""
 _AGAIN = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 _SUBMISSION = np.dtype(
@@ -74,8 +75,8 @@ class Ring:
     ) -> Generator[tuple[int, int], None, None]:
         """Fill buffers: the position of each (fd, offset, buffer) as it is done, and its bytes.
 
-        A negative number of bytes is an error of the system. OSError if the ring fails. Closed
-        early, it waits for what is under way: no buffer changes afterwards.
+        A negative number of bytes is an error of the system. Closed early, it waits for what is
+        under way: no buffer changes afterwards. OSError if the ring fails: close it then.
         """
         views = [np.frombuffer(memoryview(buffer), np.uint8) for _, _, buffer in reads]
         requests = np.zeros(len(reads), _SUBMISSION)
@@ -96,9 +97,19 @@ class Ring:
                 done += len(found)
                 yield from found
         finally:
-            while done < begun:
-                self._enter(begun - done)
-                done += len(self._collect())
+            self._drain()
+            del views
+
+    @property
+    def _under_way(self) -> int:
+        """Reads that were submitted and not collected, by the queues' own counters."""
+        return (int(self._given[0]) - int(self._seen[0])) & 0xFFFFFFFF
+
+    def _drain(self) -> None:
+        """Wait for what is under way, and forget it. OSError: it still is."""
+        while self._under_way:
+            self._enter(self._under_way)
+            self._collect()
 
     def _submit(self, requests: np.ndarray[tuple[int], np.dtype[np.void]]) -> None:
         tail = int(self._given[0])
@@ -138,10 +149,13 @@ def open_ring() -> Ring | None:
     fd = _syscall(_SETUP, DEPTH, parameters.ctypes.data, 0, 0, 0, 0)
     if fd < 0:
         return None
-    if not int(parameters[5]) & _ONE_MAP:
-        os.close(fd)
-        return None
-    return Ring(fd, parameters)
+    if int(parameters[5]) & _NEEDED == _NEEDED:
+        try:
+            return Ring(fd, parameters)
+        except OSError:
+            pass
+    os.close(fd)
+    return None
 
 
 def _syscall(number: int, *arguments: int) -> int:

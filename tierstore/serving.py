@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     Keys = Sequence[bytes] | Bytes
     Take = Callable[[int, memoryview], None]
-    Keep = Callable[[KeyFields, Sequence[memoryview], float | None], npt.NDArray[np.bool_]]
+    Keep = Callable[
+        [KeyFields, Sequence[memoryview], float | None, int | None], npt.NDArray[np.bool_]
+    ]
 
 _log = logging.getLogger(__name__)
 
@@ -137,6 +139,7 @@ class Serving:
         self, remote: RecordTier, keys: Keys, positions: list[int], take: Take, until: float | None
     ) -> set[int]:
         wanted = [bytes(keys[position]) for position in positions]
+        removals = self._volume.removals
         try:
             values = remote.read(wanted, _left(until))
         except OSError as error:
@@ -155,7 +158,7 @@ class Serving:
             self.hits[remote.name] += len(found)
         if found and not self._volume.is_read_only:
             own, pieces = zip(*found.values(), strict=True)
-            self._keep(KeyFields(own), pieces, None)
+            self._keep(KeyFields(own), pieces, None, removals)
         return set(found)
 
     def hold(

@@ -92,8 +92,9 @@ def test_a_damaged_extent_is_an_error_and_not_a_block(tmp_path: Path) -> None:
     again = make(tmp_path)
     again.resize(64)
     assert torch.equal(read(again, 32), blocks(64)[:32])
-    with pytest.raises(CorruptBlockError):
-        read(again, 64)
+    for _ in range(2):
+        with pytest.raises(CorruptBlockError):
+            read(again, 64)
     again.close()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from redis_servers import Server
 
 from tierstore.identity import Identity
-from tierstore.keyed import KeyedStore
+from tierstore.keyed import KeyedStore, aligned_rows
 from tierstore.tiers import RedisRecords
 
 if TYPE_CHECKING:
@@ -53,6 +54,48 @@ def test_a_lease_reaches_the_shared_tier(tmp_path: Path, server: Server) -> None
         with b.lease_many([b"x", b"y"], owner="test", seconds=5) as lease:
             assert [value and bytes(value) for value in lease.values] == [b"value", None]
         b.validate()
+
+
+def test_a_value_that_is_damaged_here_comes_from_the_shared_tier(
+    tmp_path: Path, server: Server
+) -> None:
+    """The damaged bytes are in the caller's row by then, if it begins at a page."""
+    value = np.random.default_rng(0).bytes(8192)
+    with machine(tmp_path / "a", server) as a:
+        a.put(b"x", value)
+    for path in tmp_path.rglob("*.seg"):
+        path.write_bytes(path.read_bytes().replace(value[100:140], bytes(40)))
+    with machine(tmp_path / "a", server) as a:
+        out = aligned_rows(1, 8192)
+        assert a.get_into([b"x"], out).tolist() == [8192]
+        assert out[0].tobytes() == value
+        assert a.stats().hits["shared"] == 1
+
+
+@pytest.mark.parametrize("change", ["put", "delete", "clear"])
+def test_a_value_that_changes_while_it_is_fetched_is_not_kept(
+    tmp_path: Path, server: Server, change: str
+) -> None:
+    with machine(tmp_path / "a", server) as a, machine(tmp_path / "b", server) as b:
+        a.put(b"x", b"old")
+        remote: Any = b._remote
+        seen: list[object] = []
+        assert remote is not None
+
+        def read(keys: list[bytes], deadline: float | None = None) -> list[bytes | None]:
+            found = RedisRecords.read(remote, keys, deadline)
+            seen.append(
+                {"put": b.put, "delete": b.delete, "clear": b.clear}[change](
+                    *{"put": (b"x", b"new"), "delete": (b"x",), "clear": ()}[change]
+                )
+            )
+            remote.read = partial(RedisRecords.read, remote)
+            return found
+
+        remote.read = read
+        assert b.get(b"x") == b"old"
+        assert len(seen) == 1
+        assert b.get(b"x") == (b"new" if change == "put" else None)
 
 
 def test_what_is_removed_does_not_come_back(tmp_path: Path, server: Server) -> None:

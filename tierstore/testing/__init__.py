@@ -10,6 +10,7 @@ Needs the packages of the extra ``test``. Each class has one abstract method and
 import pytest
 
 pytest.register_assert_rewrite(
+    "tierstore.testing.admissions",
     "tierstore.testing.codecs",
     "tierstore.testing.indexes",
     "tierstore.testing.keyed",
@@ -18,6 +19,7 @@ pytest.register_assert_rewrite(
     "tierstore.testing.tiers",
 )
 
+from tierstore.testing.admissions import AdmissionTests  # noqa: E402
 from tierstore.testing.clock import FakeClock  # noqa: E402
 from tierstore.testing.codecs import CodecTests  # noqa: E402
 from tierstore.testing.faults import FaultIO  # noqa: E402
@@ -30,6 +32,7 @@ from tierstore.testing.records import RecordTierTests  # noqa: E402
 from tierstore.testing.tiers import TierTests  # noqa: E402
 
 __all__ = [
+    "AdmissionTests",
     "CodecTests",
     "FakeClock",
     "FaultIO",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.errors import CapacityError, ConfigError, TierOfflineError
+from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.identity import Identity
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.io import FileIO
@@ -86,6 +86,8 @@ class FileTier(Tier):
         self._segment_bytes = self._fitting_segment()
         self._slots = 0
         self._open: OrderedDict[int, _OpenExtent] = OrderedDict()
+        self._written: set[int] = set()
+        """Extents that are on disk, unless it lost them."""
         most = raw if self._codec is None else self._codec.bound(raw)
         self._staging = AlignedBuffers(extent_size(most), _AT_ONCE)
         self._volume: Volume | None = None
@@ -138,6 +140,7 @@ class FileTier(Tier):
         needed = self._capacity(-(-extents // self._per_segment))
         if self._volume is None:
             self._volume = self._opened(needed)
+            self._written = set(self._stored_extents())
         self._drop_from(slots)
         self._volume.resize(needed)
         self._slots = slots
@@ -165,6 +168,7 @@ class FileTier(Tier):
         extents = -(-slots // self._each)
         for extent in [extent for extent in self._open if extent >= extents]:
             del self._open[extent]
+        self._written = {extent for extent in self._written if extent < extents}
         stored = self._stored_extents()
         self._kill([extent for extent in stored if extent >= extents])
 
@@ -183,6 +187,7 @@ class FileTier(Tier):
         """Have no slots, and no files."""
         self._slots = 0
         self._open.clear()
+        self._written.clear()
         if self._volume is not None:
             volume, self._volume = self._volume, None
             volume.abandon()
@@ -213,8 +218,17 @@ class FileTier(Tier):
         while len(self._open) > _OPEN_EXTENTS:
             extent, opened = self._open.popitem(last=False)
             complete[extent] = opened.blocks
-        self._store(complete)
+        self._store_or_keep(complete)
         return DONE
+
+    def _store_or_keep(self, extents: dict[int, Bytes]) -> None:
+        """Bring extents to disk; they stay open if that fails."""
+        try:
+            self._store(extents)
+        except BaseException:
+            for extent, blocks in extents.items():
+                self._open[extent] = _OpenExtent(blocks, [True] * self._each)
+            raise
 
     def _by_extent(self, slots: Ids) -> Iterator[tuple[int, Ids]]:
         """Extent numbers, and the positions in `slots` of those in them."""
@@ -240,6 +254,9 @@ class FileTier(Tier):
         waiting = list(extents)
         while waiting:
             done = self._write_extents(waiting, extents)
+            self._written.update(
+                extent for extent, is_done in zip(waiting, done, strict=True) if is_done
+            )
             waiting = [extent for extent, is_done in zip(waiting, done, strict=True) if not is_done]
             if waiting and not self._grow():
                 assert self._volume is not None
@@ -305,6 +322,13 @@ class FileTier(Tier):
         with volume.lock:
             places = volume.records.find(_keys(extents))
             found = np.flatnonzero(places >= 0)
+            lost = self._written.intersection(np.array(extents)[places < 0].tolist())
+            if lost:
+                raise CorruptBlockError(
+                    errno.EIO,
+                    f"{self.name}: extents {sorted(lost)[:8]} were damaged and are lost: drop the "
+                    "segments whose blocks they hold",
+                )
             volume.pin(places[found])
         try:
             waiting = found.tolist()
@@ -337,7 +361,7 @@ class FileTier(Tier):
     def sync(self) -> None:
         if self._volume is not None:
             extents, self._open = dict(self._open), OrderedDict()
-            self._store({extent: opened.blocks for extent, opened in extents.items()})
+            self._store_or_keep({extent: opened.blocks for extent, opened in extents.items()})
             self._volume.sync()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The directory of a volume, in LMDB: what each group of rows was at the latest sync.
+"""The directory of a volume, in LMDB: what each group of rows was at the latest commit.
 
 It is a cache of facts: everything in it can be found again by reading the segment files' tables. It
 lets a store open without checking rows one by one, and shows when a table is not what it was.
@@ -48,7 +48,7 @@ Groups = dict[tuple[int, int], tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class Commit:
-    """The state of the volume as of its latest sync."""
+    """The state of the volume as of a commit."""
 
     epoch: int
     sequence: int

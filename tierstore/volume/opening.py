@@ -1,7 +1,7 @@
 """What happens when a volume is opened: whose it is, what is in it, what is damaged.
 
 The file ``IDENTITY`` says whose it is, the directory what each group of rows was at the latest
-sync, and the tables of the segment files say everything. A group that is as the directory says is
+commit, and the tables of the segment files say everything. A group that is as the directory says is
 taken as it is; of any other, each row speaks for itself.
 """
 

@@ -68,15 +68,25 @@ class Records:
         self._allocate(1)  # so that place -1, which is nowhere, can be looked up
 
     def _allocate(self, places: int) -> None:
-        old = self.__dict__.copy() if self._size else None
-        self.rows: npt.NDArray[np.void] = np.zeros(places, ROW)
-        self.segment: Ids = np.full(places, -1, np.int32)
-        self.cached: Ids = np.full(places, -1, np.int32)
-        self.used: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
-        self.pins: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
-        if old is not None:
-            for name in ("rows", "segment", "cached", "used", "pins"):
-                getattr(self, name)[: self._size] = old[name][: self._size]
+        """Have columns for so many places.
+
+        A column is complete before it takes the place of the old one: pinned places are looked at
+        without the lock.
+        """
+        rows: npt.NDArray[np.void] = np.zeros(places, ROW)
+        segment: Ids = np.full(places, -1, np.int32)
+        cached: Ids = np.full(places, -1, np.int32)
+        used: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
+        pins: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)
+        if self._size:
+            kept = slice(self._size)
+            rows[kept], segment[kept], cached[kept] = (
+                self.rows[kept], self.segment[kept], self.cached[kept]
+            )  # fmt: skip
+            used[kept], pins[kept] = self.used[kept], self.pins[kept]
+        self.rows, self.segment, self.cached, self.used, self.pins = (
+            rows, segment, cached, used, pins
+        )  # fmt: skip
         self._words: npt.NDArray[np.uint64] = self.rows.view(np.uint64).reshape(-1, kernels.WORDS)
 
     @property

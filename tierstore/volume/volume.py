@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import threading
 import time
@@ -116,6 +115,11 @@ class Volume:
         self.identity = identity
         self.is_read_only = read_only
         self.is_closed = False
+        self.removals = 0
+        """Calls that removed something, or may have."""
+        self._closer = -1
+        self._writers = 0
+        self._idle = threading.Condition(self.lock)
         self.records = Records()
         self.health = Health(str(parent))
         self.dropped: Counter[str] = Counter()
@@ -197,6 +201,9 @@ class Volume:
 
     def check_writable(self) -> None:
         """ConfigError if closed or open for reading only, TierOfflineError if offline."""
+        # The last sync may have to move records to other files.
+        if self.is_closed and threading.get_ident() != self._closer:
+            raise ConfigError("the store is closed: open it again")
         if self.is_read_only:
             raise ConfigError("the store is open for reading only: open it with read_only=False")
         if self.health.is_offline:
@@ -216,21 +223,32 @@ class Volume:
     # Writing
 
     def write(
-        self, keys: KeyFields, stored: Stored, deadline: float | None = None
+        self,
+        keys: KeyFields,
+        stored: Stored,
+        until: float | None = None,
+        keep: int | None = None,
     ) -> npt.NDArray[np.bool_]:
         """Store values under distinct keys; which of them are readable now.
 
         Others are refused, with a reason in `refused`; nothing of them is visible.
+
+        until: time of `time.monotonic` after which nothing becomes visible any more. keep: store
+        only under keys that have no value, and only if `removals` still is that number.
         """
         pieces = [[piece] for piece in stored.pieces]
         for i, key in keys.tails.items():
             pieces[i].append(memoryview(key))
         sizes = [max(sum(map(len, own)), stored.least_bytes) for own in pieces]
-        until = math.inf if deadline is None else time.monotonic() + deadline
-        with self.locked(deadline):
+        with self.locked(None if until is None else max(0.0, until - time.monotonic())):
             self.check_writable()
+            self._writers += 1
             epoch = self.facts.epoch
-            places = self._reserve(sizes, stored.value_bytes)
+            try:
+                places = self._reserve(sizes, stored.value_bytes)
+            except BaseException:
+                self._writers -= 1
+                raise
             first, self._sequence = self._sequence, self._sequence + len(sizes)
         try:
             runs = self.files.runs(places)
@@ -239,13 +257,27 @@ class Volume:
             self._io.reached("put.after_payload")
         except BaseException:
             self.let_go(places[places >= 0])
+            self._end_write()
             raise
+        try:
+            with self.lock:
+                lost = np.flatnonzero((places >= 0) & (self.records.segment[places] < 0))
+                self._refuse(places, "io", sorted({*failed, *lost.tolist()}))
+                if until is not None and time.monotonic() > until:
+                    self._refuse(places, "deadline", np.flatnonzero(places >= 0).tolist())
+                if keep is not None:
+                    is_new = (self.records.find(keys) < 0) & (keep == self.removals)
+                    self._refuse(
+                        places, "changed", np.flatnonzero((places >= 0) & ~is_new).tolist()
+                    )
+                return self._publish(keys, places, rows, epoch)
+        finally:
+            self._end_write()
+
+    def _end_write(self) -> None:
         with self.lock:
-            lost = np.flatnonzero((places >= 0) & (self.records.segment[places] < 0))
-            self._refuse(places, "io", sorted({*failed, *lost.tolist()}))
-            if time.monotonic() > until:
-                self._refuse(places, "deadline", np.flatnonzero(places >= 0).tolist())
-            return self._publish(keys, places, rows, epoch)
+            self._writers -= 1
+            self._idle.notify_all()
 
     def _reserve(self, sizes: list[int], value_bytes: Sequence[int]) -> Pointers:
         """A pinned place for each payload, -1 where it is refused."""
@@ -418,6 +450,7 @@ class Volume:
         """Drop everything at once, durably, by beginning a new epoch. OSError, and no change."""
         with self.lock:
             self.check_writable()
+            self.removals += 1
             facts = replace(self.facts, epoch=self.facts.epoch + 1)
             commit = Commit(facts.epoch, self._sequence, is_clean=False)
             self.health.call(self._manifest.commit, commit, {})
@@ -476,21 +509,22 @@ class Volume:
         with self._syncing:
             if self._syncs_done > arrival:
                 return
+            self.check_writable()
             self._syncs_begun += 1
             begun = self._syncs_begun
             self._sync(is_clean=False)
             self._syncs_done = begun
 
     def _sync(self, *, is_clean: bool) -> None:
+        if not self._is_identity_sure:  # a `clear` failed, and its epoch may be on disk
+            self.health.call(write_facts, self._io, self.directory, self.facts)
+            self._is_identity_sure = True
         with self.lock:
             dirty = [s for s in self.files.by_number.values() if s.is_dirty]
             groups = self._changed_groups()
             commit = Commit(self.facts.epoch, self._sequence, is_clean)
             for segment in dirty:
                 segment.is_dirty = False
-        if not self._is_identity_sure:  # a `clear` failed, and its epoch may be on disk
-            self.health.call(write_facts, self._io, self.directory, self.facts)
-            self._is_identity_sure = True
         self._io.reached("sync.before_files")
         failures: list[tuple[Segment, OSError]] = []
         for segment in dirty:
@@ -638,13 +672,18 @@ class Volume:
             if self.is_closed:
                 return
             self.is_closed = True
+            self._closer = threading.get_ident()
+            until = time.monotonic() + deadline
+            while self._writers and (left := until - time.monotonic()) > 0:
+                self._idle.wait(left)
         try:
             if not self.is_read_only and not self.health.is_offline and not self._is_clean:
                 self._io.reached("close.before_sync")
                 with self._syncing:
                     self._sync(is_clean=True)
         finally:
-            self.files.close(deadline)
+            if not self._writers:  # one that hangs keeps its descriptors
+                self.files.close(deadline)
             self._end()
             emit(
                 _log, logging.INFO, "store.closed", f"{self.directory}: closed",
