@@ -1,7 +1,7 @@
 """The one seam between durable storage and the operating system.
 
-What reads, writes, syncs and names durable files goes through a `FileIO`, so that a test can put faults, short
-transfers and power losses behind any single call (`tierstore.testing.FaultIO`).
+What reads, writes, syncs and names durable files goes through a `FileIO`, so that a test can put
+faults, short transfers and power losses behind any single call (`tierstore.testing.FaultIO`).
 """
 
 from __future__ import annotations
