@@ -57,6 +57,12 @@ class Records:
     long_keys: the whole key of places whose key does not fit into a row.
     """
 
+    rows: npt.NDArray[np.void]
+    segment: Ids
+    cached: Ids
+    used: npt.NDArray[np.uint32]
+    pins: npt.NDArray[np.uint32]
+
     def __init__(self) -> None:
         self.long_keys: dict[int, bytes] = {}
         self.tick = 0
