@@ -263,9 +263,9 @@ def run_tests(package: Path, tests: list[str]) -> tuple[int, str]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return 1, "the tests hang"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+)", done.stdout, re.MULTILINE)
     hung = "a test hangs" if "Timeout" in done.stdout else done.stdout[-200:]
-    return done.returncode, failed[1].split("::", 1)[1] if failed else hung
+    return done.returncode, failed[1].split("::", 1)[-1] if failed else hung
 
 
 def judge(clean: Path, mutation: Mutation) -> Outcome:
@@ -298,7 +298,7 @@ def main(names: list[str]) -> int:
             survived += outcome.verdict == "SURVIVED"
             print(
                 f"{outcome.verdict:9} {mutation.name:58} {outcome.seconds:5.0f} s  "
-                f"{outcome.witness}",
+                f"{outcome.witness.split(' - ')[0]}",
                 flush=True,
             )
     print(f"{len(chosen) - survived} of {len(chosen)} mutations were noticed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tierstore.codecs import ShuffleZstdCodec
 from tierstore.identity import Identity
@@ -25,8 +25,9 @@ def checked(machine: type[KeyedStoreMachine]) -> type[TestCase]:
     case: type[TestCase] = machine.TestCase
     phases = [Phase.generate] if "MUTATED" in os.environ else list(Phase)
     case.settings = settings(  # type: ignore[attr-defined]
-        max_examples=EXAMPLES, stateful_step_count=STEPS, phases=phases
-    )
+        max_examples=EXAMPLES, stateful_step_count=STEPS, phases=phases,
+        suppress_health_check=[HealthCheck.too_slow],  # others may have the processor
+    )  # fmt: skip
     return case
 
 

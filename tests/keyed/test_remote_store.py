@@ -14,7 +14,7 @@ from tierstore.keyed import KeyedStore, aligned_rows
 from tierstore.tiers import RedisRecords
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 IDENTITY = Identity(model="shared")
@@ -79,16 +79,17 @@ def test_a_value_that_changes_while_it_is_fetched_is_not_kept(
     with machine(tmp_path / "a", server) as a, machine(tmp_path / "b", server) as b:
         a.put(b"x", b"old")
         remote: Any = b._remote
+        changes: dict[str, Callable[[], object]] = {
+            "put": lambda: b.put(b"x", b"new"),
+            "delete": lambda: b.delete(b"x"),
+            "clear": b.clear,
+        }
         seen: list[object] = []
         assert remote is not None
 
         def read(keys: list[bytes], deadline: float | None = None) -> list[bytes | None]:
             found = RedisRecords.read(remote, keys, deadline)
-            seen.append(
-                {"put": b.put, "delete": b.delete, "clear": b.clear}[change](
-                    *{"put": (b"x", b"new"), "delete": (b"x",), "clear": ()}[change]
-                )
-            )
+            seen.append(changes[change]())
             remote.read = partial(RedisRecords.read, remote)
             return found
 
