@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-import numpy as np
+from tierstore.keyed import aligned_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,8 +37,9 @@ class Rows:
 
     @classmethod
     def of(cls, count: int, size: int) -> Self:
-        """A buffer whose pages are there already."""
-        array = np.full((count, size), 1, np.uint8)
+        """A buffer that begins at a page, and whose pages are there already."""
+        array = aligned_rows(count, size)
+        array.fill(1)
         singles = [array[row : row + 1] for row in range(count)]
         return cls(array, singles, [row.data for row in array])
 
