@@ -105,7 +105,7 @@ def in_child(
     """Run a script in another process, where the test helpers can be imported."""
     lines = textwrap.dedent(script)
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", lines, *map(str, arguments)],
+        [sys.executable, "-P", "-W", "error", "-c", lines, *map(str, arguments)],
         capture_output=True, text=True, timeout=timeout, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path])},
     )  # fmt: skip

@@ -180,11 +180,6 @@ MUTATIONS = [
         [CONCURRENCY],
     ),
     Mutation(
-        "keep what is loaded of a value that is gone", "hot.py",
-        [("        if records.rows[\"state\"][place] != LIVE:\n            return False\n", "")],
-        [CONCURRENCY, MACHINE, SOAK],
-    ),
-    Mutation(
         "show a put that came too late", "volume/volume.py",
         [("            if time.monotonic() > until:\n", "            if False:\n")],
         [FAULTS],

@@ -212,16 +212,17 @@ class TestForks:
     ) -> None:
         """D11. The lock must not stay with a child that has inherited it."""
         script = """
-            import os, pathlib, signal, sys
+            import os, pathlib, sys
             from keyed_stores import filled
             store = filled(pathlib.Path(sys.argv[1]), threads=0)
-            child = os.fork()
-            if not child:
-                signal.pause()
+            reading, writing = os.pipe()
+            if not os.fork():
+                os.close(writing)
+                os.read(reading, 1)  # until the parent ends
+                os._exit(0)
             store.close()
             with filled(pathlib.Path(sys.argv[1])) as again:
                 print(len(again))
-            os.kill(child, signal.SIGKILL)
         """
         child = in_child(script, tmp_path / "s")
         assert child.stdout.split() == ["8"], child.stderr
@@ -248,7 +249,7 @@ class TestProcesses:
             signal.pause()
         """
         holder = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "s")],
+            [sys.executable, "-P", "-c", textwrap.dedent(script), str(tmp_path / "s")],
             stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path])},
         )  # fmt: skip
