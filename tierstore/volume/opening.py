@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ from tierstore.volume.segment import SUFFIX, Segment
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Iterator
 
     import numpy.typing as npt
 
@@ -233,6 +234,19 @@ class Opening:
 
     # What is in it
 
+    @contextmanager
+    def _giving_up(self, segment: Segment, files: SegmentFiles, records: Records) -> Iterator[None]:
+        """Go on without a segment that cannot be read."""
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                segment.close()
+            if isinstance(error, CorruptBlockError) or error.errno in _NOT_THE_MEDIUM:
+                raise
+            self._complain(1, "unreadable segment", f"{segment.path} ({error})")
+            self._give_up(segment, files, records)
+
     def fill(self, files: SegmentFiles, records: Records, space: Space) -> None:
         """Open the segment files, index what is live, and reserve the rest of the capacity."""
         commit = self._commit
@@ -246,19 +260,17 @@ class Opening:
             newest[number] = max(generation, newest.get(number, 0))
         missing = newest.keys() - self._names.keys()
         self._complain(len(missing), "missing segment", self.folder)
-        live = [np.empty(0, np.int64)]
+        opened = []
         for number in self._names:
             segment = Segment(self._io, self.folder, number, self.facts.segment_bytes)
-            try:
+            with self._giving_up(segment, files, records):
                 if self._open_segment(segment, files, space, newest.get(number, 0)):
-                    live.append(self._read_table(segment, records, space))
-            except OSError as error:
-                with suppress(OSError):
-                    segment.close()
-                if isinstance(error, CorruptBlockError) or error.errno in _NOT_THE_MEDIUM:
-                    raise
-                self._complain(1, "unreadable segment", f"{segment.path} ({error})")
-                self._give_up(segment, files, records)
+                    opened.append(segment)
+        records.reserve(sum(segment.header.extents for segment in opened))
+        live = [np.empty(0, np.int64)]
+        for segment in opened:
+            with self._giving_up(segment, files, records):
+                live.append(self._read_table(segment, records, space))
         places = np.concatenate(live)
         self.older = records.enter_newest(places)
         sequences = records.rows["sequence"]

@@ -118,6 +118,11 @@ class Records:
         self.segment[first : first + count] = -1
         self._runs.setdefault(count, []).append(first)
 
+    def reserve(self, places: int) -> None:
+        """Have room for so many places in all, in one growth."""
+        if places > len(self.rows):
+            self._allocate(places)
+
     def _grow(self, count: int) -> int:
         first, need = self._size, self._size + count
         if need > len(self.rows):
