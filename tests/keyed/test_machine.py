@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tierstore.codecs import ShuffleZstdCodec
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 EXAMPLES, STEPS = {"dev": (8, 30), "ci": (15, 40), "nightly": (500, 100)}[
     os.environ.get("HYPOTHESIS_PROFILE", "dev")
 ]
+
+pytestmark = pytest.mark.timeout(3600)  # of a nightly run
 
 
 def checked(machine: type[KeyedStoreMachine]) -> type[TestCase]:

@@ -24,6 +24,9 @@ OPERATIONS = {"dev": 12_000, "ci": 30_000, "nightly": 1_000_000}[
     os.environ.get("HYPOTHESIS_PROFILE", "dev")
 ]
 THREADS = 8
+
+pytestmark = pytest.mark.timeout(3600)  # of a nightly run
+
 KEYS = [b"key %d" % i for i in range(120)] + [b"long key " * 20 + b"%d" % i for i in range(8)]
 PAYLOADS = [content(size, size) for size in (0, 3, 900, 4096, 5000, 17_000)]
 

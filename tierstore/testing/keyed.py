@@ -260,12 +260,14 @@ class KeyedStoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything can be read once more, and closing ends every lease."""
-        if self.is_open:
-            self.heal()
-            self.read(list(KEYS))
-            self._end()
-        self.held.clear()
-        self.root.cleanup()
+        try:
+            if self.is_open:
+                self.heal()
+                self.read(list(KEYS))
+                self._end()
+        finally:
+            self.held.clear()
+            self.root.cleanup()
 
     def _end(self) -> bool:
         """Close the store; whether that went well."""
@@ -295,9 +297,11 @@ class KeyedStoreMachine(RuleBasedStateMachine):
         for key, i in latest.items():
             if done[i]:
                 self.now[key] = values[i]
-                self.maybe.setdefault(key, set()).add(values[i])
                 self.changed.add(key)
                 self.records += 1
+            # What is read back is there until that fails; then it is removed, like by a `delete`.
+            if done[i] or self.options.get("verify") == "always":
+                self.maybe.setdefault(key, set()).add(values[i])
 
     @rule(count=st.integers(1, 8), size=st.sampled_from([4096, 16_000, 50_000]))
     def press(self, count: int, size: int) -> None:
