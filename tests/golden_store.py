@@ -14,7 +14,7 @@ from pathlib import Path
 from tierstore.codecs import ShuffleZstdCodec
 from tierstore.identity import Identity
 from tierstore.keyed import KeyedStore
-from tierstore.volume.opening import capacity_of
+from tierstore.volume.capacity import capacity_of
 
 ARCHIVE = Path(__file__).parent / "keyed" / "golden" / "format-v1.zip"
 IDENTITY = Identity(

@@ -51,13 +51,13 @@ MUTATIONS = [
         [FAULTS, POWER],
     ),
     Mutation(
-        "skip the fsync of the directory of IDENTITY", "volume/opening.py",
+        "skip the fsync of the directory of IDENTITY", "volume/namespace.py",
         [("    io.rename(fresh, path)\n    io.sync_directory(directory)\n",
           "    io.rename(fresh, path)\n")],
         [POWER, FAULTS, MACHINE],
     ),
     Mutation(
-        "rename before fsync", "volume/opening.py",
+        "rename before fsync", "volume/namespace.py",
         [("        write_fully(io, fd, [facts.encode()], 0)\n        io.sync(fd)\n",
           "        write_fully(io, fd, [facts.encode()], 0)\n"),
          ("    io.rename(fresh, path)\n    io.sync_directory(directory)\n",
@@ -113,9 +113,9 @@ MUTATIONS = [
         "publish before the data is there", "volume/volume.py",
         [("            failed = self.files.write(runs, pieces)\n",
           "            failed = list[int]()\n"),
-         ("            return self._publish(keys, places, rows, epoch)\n",
-          ("            done = self._publish(keys, places, rows, epoch)\n"
-          "        self.files.write(runs, pieces)\n        return done\n"))],
+         ("                return self._publish(keys, places, rows, epoch)\n",
+          ("                done = self._publish(keys, places, rows, epoch)\n"
+          "            self.files.write(runs, pieces)\n            return done\n"))],
         [FAULTS, CONCURRENCY, SOAK],
     ),
     Mutation(
@@ -135,7 +135,7 @@ MUTATIONS = [
         [LIFETIME, MACHINE],
     ),
     Mutation(
-        "one segment too many", "volume/opening.py",
+        "one segment too many", "volume/capacity.py",
         [("    if most < 1:\n", "    most += 1\n    if most < 1:\n")],
         [ARGUMENTS, MACHINE],
     ),
@@ -181,7 +181,7 @@ MUTATIONS = [
     ),
     Mutation(
         "show a put that came too late", "volume/volume.py",
-        [("            if time.monotonic() > until:\n", "            if False:\n")],
+        [("if until is not None and time.monotonic() > until:\n", "if False:\n")],
         [FAULTS],
     ),
     Mutation(
@@ -203,8 +203,8 @@ MUTATIONS = [
     ),
     Mutation(
         "count pins modulo 65,536", "volume/records.py",
-        [("self.pins: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)",
-          "self.pins = np.zeros(places, np.uint16)")],
+        [("pins: npt.NDArray[np.uint32] = np.zeros(places, np.uint32)",
+          "pins = np.zeros(places, np.uint16)")],
         [ARGUMENTS],
     ),
     Mutation(

@@ -19,6 +19,7 @@ import numpy as np
 
 from tierstore.admission import Admission, AdmitAll
 from tierstore.background import Prefetch, Prefetcher, in_time
+from tierstore.deadlines import end_of
 from tierstore.errors import CapacityError, ConfigError, PolicyError, TierOfflineError
 from tierstore.events import emit
 from tierstore.hot import HotCache
@@ -184,7 +185,7 @@ class KeyedStore:
         if len(pieces) != len(fields):
             raise ConfigError(f"{len(fields)} keys and {len(pieces)} values: expected one for each")
         self._leases.reap()
-        until = None if deadline is None else time.monotonic() + deadline
+        until = end_of(deadline)
         try:
             done = in_time(lambda: self._put_here(fields, pieces, until), deadline, "put")
         except TierOfflineError:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, CorruptBlockError, PolicyError
 from tierstore.reads import AlignedBuffers, LateReadError
-from tierstore.volume.format import PAGE
+from tierstore.volume.format import whole_pages
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -73,6 +74,10 @@ class _Group:
     finish: Callable[[], list[Exception | None]]
     release: Callable[[Sequence[Exception | None]], None]
 
+    def end(self) -> None:
+        """Wait, and let the buffers go without a look at what came."""
+        self.release(self.finish())
+
 
 class Loader:
     """Reads, verifies and decodes values of one volume, and keeps them in memory if there is room.
@@ -108,7 +113,7 @@ class Loader:
         The places are pinned; the view is valid during the call. Others are counted in `misses` by
         reason, and their positions returned. target: where a value may go straight from the disk.
         """
-        until = None if deadline is None else time.monotonic() + deadline
+        until = end_of(deadline)
         delivered: set[int] = set()
 
         def hand_out(position: int, value: memoryview) -> None:
@@ -137,11 +142,11 @@ class Loader:
             self._abandon(places, own)
         again = []
         for position, load, done in others:
-            if not done.wait(_left(until)):
+            if not done.wait(left_until(until)):
                 misses["deadline"] += 1
             elif load.value is not None:
                 deliver(position, memoryview(load.value))
-            elif load.reason == "deadline" and _left(until) != 0:
+            elif load.reason == "deadline" and left_until(until) != 0:
                 again.append(position)
             else:
                 misses[load.reason] += 1
@@ -199,8 +204,9 @@ class Loader:
                     return
                 self._settle(places, under_way.popleft(), deliver, misses)
         finally:
-            for group in under_way:
-                group.release(group.finish())
+            with ExitStack() as ends:  # each, whatever another raises
+                for group in under_way:
+                    ends.callback(group.end)
 
     def _begin(
         self,
@@ -214,7 +220,7 @@ class Loader:
         """Begin to read the first of those waiting; None if there are no buffers in time."""
         rooms = [self._room(int(places[position])) for position in waiting[:_GROUP]]
         small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
-        left = _left(until) if wait else 0.0
+        left = left_until(until) if wait else 0.0
         straight = self._targets(places, waiting, target)
         if straight:
             buffers = straight
@@ -236,7 +242,8 @@ class Loader:
             release = partial(self._staging.give, buffers)
         own = waiting[: len(buffers)]
         try:
-            finish = self._volume.begin_read([int(places[i]) for i in own], buffers, _left(until))
+            wanted = [int(places[position]) for position in own]
+            finish = self._volume.begin_read(wanted, buffers, left_until(until))
         except BaseException:
             release([None] * len(own))
             raise
@@ -264,7 +271,7 @@ class Loader:
             self._finish(int(places[position]), None, "deadline", misses)
 
     def _room(self, place: int) -> int:
-        return -(-max(self._volume.files.disk_bytes(place), 1) // PAGE) * PAGE
+        return whole_pages(max(self._volume.files.disk_bytes(place), 1))
 
     def _settle(
         self,
@@ -274,9 +281,12 @@ class Loader:
         misses: Counter[str],
     ) -> None:
         """Hand out what a group brought."""
-        outcomes: Sequence[Exception | None] = ()
         try:
             outcomes = group.finish()
+        except BaseException:  # an interrupt: nobody knows yet which buffers are free
+            group.end()
+            raise
+        try:
             for position, buffer, outcome in zip(
                 group.positions, group.buffers, outcomes, strict=True
             ):
@@ -329,10 +339,6 @@ def _reason(outcome: Exception | None) -> str:
     if isinstance(outcome, LateReadError):
         return "deadline"
     return "corrupt" if isinstance(outcome, CorruptBlockError) else "io"
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())
 
 
 def _keep(outcomes: Sequence[Exception | None]) -> None:

@@ -7,12 +7,12 @@ them.
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from tierstore.chain import Chain, check_count, hash_blocks
+from tierstore.deadlines import end_of, left_until
 from tierstore.errors import ConfigError
 from tierstore.names import (
     NamedPrefix,
@@ -109,14 +109,14 @@ class PrefixCache:
         self._check_blocks("out", out)
         if first < 0:
             raise ConfigError(f"first={first}: expected the number of a block, 0 or more")
-        end = None if deadline is None else monotonic() + deadline
+        end = end_of(deadline)
         chain = Chain(tokens, self.block_tokens, extra)
         keys, trailers = self._keys(chain.digests)[first:], chain.trailers[first:]
         size, got = self.block_bytes + chain.trailer_bytes, 0
         batches = _batches(np.arange(self._run(keys[: len(out)])), size)
         scratch = np.empty((max(map(len, batches), default=0), size), np.uint8)
         for rows in batches:
-            left = None if end is None else max(0.0, end - monotonic())
+            left = left_until(end)
             values = scratch[: len(rows)]
             sizes = self.store.get_into(keys[rows], values, deadline=left)
             proven = (values[:, self.block_bytes :] == trailers[rows]).all(axis=1)

@@ -13,6 +13,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.io import read_fully
 
@@ -345,10 +346,10 @@ class Reading:
         try:
             if until is None or not self._queue.workers:
                 self._take_part()
-            batch.answered.wait(_left(until))
+            batch.answered.wait(left_until(until))
         except BaseException:  # an interrupt: the caller is about to reuse or free the buffers
             batch.cancel()
-            batch.answered.wait(_left(until))
+            batch.answered.wait(left_until(until))
             raise
         finally:
             batch.cancel()
@@ -405,7 +406,7 @@ class ReadPool:
         return self._begin(requests, deadline, 0)
 
     def _begin(self, requests: Sequence[Read], deadline: float | None, callers: int) -> Reading:
-        until = None if deadline is None else time.monotonic() + deadline
+        until = end_of(deadline)
         batch = _Batch(requests)
         batch.is_for_one = until is None and self._can_be_for_one(batch)
         hands = 1 if batch.is_for_one else len(batch.runs)
@@ -426,15 +427,11 @@ class ReadPool:
         self._end.detach()
         live = self._queue.close()
         for worker in self._queue.workers:
-            worker.join(_left(until))
+            worker.join(left_until(until))
         for batch in live:
-            batch.answered.wait(_left(until))
+            batch.answered.wait(left_until(until))
             batch.answered.set()
         return not any(worker.is_alive() for worker in self._queue.workers)
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())
 
 
 class AlignedBuffers:

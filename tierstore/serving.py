@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.deadlines import end_of, left_until
 from tierstore.errors import TierOfflineError
 from tierstore.hot import HotCache
 from tierstore.volume.format import KeyFields
@@ -64,7 +64,7 @@ class Serving:
         A value that nobody has, or that is late, is a miss. target: where a value may go straight
         from the disk, unless there is a deadline: a disk that hangs writes there later.
         """
-        until = None if deadline is None else time.monotonic() + deadline
+        until = end_of(deadline)
         visited = self._visit(fields, take_cached, deadline, pin_cached=False)
         if visited is None:
             return
@@ -119,7 +119,7 @@ class Serving:
         reasons: Counter[str] = Counter()
         failed = []
         if cold:
-            failed = self._loader.load(places, cold, take, reasons, _left(until), target)
+            failed = self._loader.load(places, cold, take, reasons, left_until(until), target)
         with self.counting:
             self.hits["disk"] += len(cold) - len(failed)
             self.misses.update(reasons)
@@ -141,7 +141,7 @@ class Serving:
         wanted = [bytes(keys[position]) for position in positions]
         removals = self._volume.removals
         try:
-            values = remote.read(wanted, _left(until))
+            values = remote.read(wanted, left_until(until))
         except OSError as error:
             with self.counting:
                 self.misses[remote.name] += len(wanted)
@@ -165,7 +165,7 @@ class Serving:
         self, keys: Keys, fields: KeyFields, deadline: float | None
     ) -> tuple[list[Bytes | None], Pointers]:
         """Values to read in place, None for misses, and the places that are pinned for them."""
-        until = None if deadline is None else time.monotonic() + deadline
+        until = end_of(deadline)
         values: list[Bytes | None] = [None] * len(fields)
         visited = self._visit(fields, lambda visited: None, deadline, pin_cached=True)
         if visited is None:
@@ -206,7 +206,3 @@ class Serving:
     def load(self, keys: Keys, fields: KeyFields) -> None:
         """Bring values into memory."""
         self.serve(keys, fields, lambda visited: None, lambda position, value: None, None)
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())

@@ -357,7 +357,7 @@ def test_a_deadline_covers_the_whole_read(
         return get_into(keys, out)
 
     monkeypatch.setattr(store, "get_into", slow)
-    monkeypatch.setattr("tierstore.prefix.monotonic", lambda: now[0])
+    monkeypatch.setattr("tierstore.deadlines.monotonic", lambda: now[0])
     cache.get_into(tokens, np.zeros((25, BLOCK), np.uint8), deadline=3.0)
     assert left == [3.0, 1.0, 0.0, 0.0]
     cache.get_into(tokens[:32], np.zeros((8, BLOCK), np.uint8))

@@ -42,8 +42,15 @@ from tierstore.identity import Facts, Identity
 from tierstore.io import FileIO
 from tierstore.keyed import KeyedStore
 from tierstore.testing.clock import FakeClock
-from tierstore.volume.format import LIVE, ROW, Header, extent_size, place_binding, row_check
-from tierstore.volume.records import RECORD_BYTES
+from tierstore.volume.format import (
+    LIVE,
+    ROW,
+    ROW_BYTES,
+    Header,
+    extent_size,
+    place_binding,
+    row_check,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -912,8 +919,9 @@ class TestMany:
             records = store.volume.records
             capacity = len(records.rows)
             assert len(store) == count
-            assert records.nbytes <= capacity * (RECORD_BYTES + 12) + 4096
-            assert RECORD_BYTES + 12 <= 128
+            columns = ROW_BYTES + 4 * 4
+            assert records.nbytes <= capacity * (columns + 12) + 4096
+            assert columns + 12 <= 128
             assert store.contains_many(keys).all()
 
     def test_keys_that_collide_for_another_seed_do_not_collide_here(self, tmp_path: Path) -> None:

@@ -438,3 +438,27 @@ class TestClosing:
             store.validate()
             assert store.put(b"new", VALUES[0])
             assert store.get_many([*KEYS, b"new"]) == [*VALUES, VALUES[0]]
+
+    def test_an_interrupt_in_the_middle_of_a_get_keeps_buffers_that_are_still_written_to(
+        self, tmp_path: Path
+    ) -> None:
+        """D13."""
+        io, hang = FaultIO(tmp_path), Hang()
+        with filled(tmp_path / "s", io=io, dram=None, threads=1) as store:
+            staging = store._loader._staging
+            count = staging.free
+            io.inject("read", hang.effect, nth=1)
+
+            def interrupt() -> None:
+                hang.wait()
+                os.kill(os.getpid(), signal.SIGINT)
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    store.get_many(KEYS, deadline=0.5)
+            assert staging.free < count
+            hang.release()
+            assert store.get_many(KEYS) == VALUES
+            assert staging.free == count
+            assert not store.volume.records.pins.any()

@@ -156,10 +156,10 @@ class RecordTierTests(ABC):
 
     @pytest.mark.parametrize("key", [b"", bytes(512)], ids=["empty", "of 512 bytes"])
     def test_a_key_of_another_length_is_refused(self, tier: RecordTier, key: bytes) -> None:
-        with pytest.raises(ConfigError, match=f"a key of {len(key)} bytes: expected 1 to 511"):
+        with pytest.raises(ConfigError, match=f"key of {len(key)} bytes: expected 1 to 511"):
             tier.write([b"a", key], [b"1", b"2"])
         for call in (tier.read, tier.contains, tier.remove):
-            with pytest.raises(ConfigError, match=f"a key of {len(key)} bytes"):
+            with pytest.raises(ConfigError, match=f"key of {len(key)} bytes"):
                 call([b"a", key])
         assert tier.read([b"a"]) == [None]
 

@@ -19,8 +19,8 @@ from tierstore.reads import AlignedBuffers
 from tierstore.sizes import parse_size
 from tierstore.tiers.memory import copy
 from tierstore.volume import Stored, Volume
+from tierstore.volume.capacity import capacity_of, directory_bytes
 from tierstore.volume.format import PAGE, KeyFields, extent_size, extents_in
-from tierstore.volume.opening import directory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -137,21 +137,13 @@ class FileTier(Tier):
         if extents == 0:
             self._remove()
             return
-        needed = self._capacity(-(-extents // self._per_segment))
+        needed = capacity_of(-(-extents // self._per_segment), self._segment_bytes)
         if self._volume is None:
             self._volume = self._opened(needed)
             self._written = set(self._stored_extents())
         self._drop_from(slots)
         self._volume.resize(needed)
         self._slots = slots
-
-    def _capacity(self, segments: int) -> int:
-        """Bytes of a volume with room for so many segments."""
-        room = segments * self._segment_bytes
-        capacity = room
-        while capacity - directory_bytes(capacity) < room:
-            capacity = room + directory_bytes(capacity)
-        return capacity
 
     def _opened(self, capacity_bytes: int) -> Volume:
         parts = ";".join(f"{p.name}:{p.dtype}:{p.shape}" for p in self.layout.parts)
@@ -280,7 +272,7 @@ class FileTier(Tier):
     def _grow(self) -> bool:
         """Have another file, for extents that came out longer than usual; False at the limit."""
         assert self._volume is not None
-        capacity = self._capacity(len(self._volume.files.by_number) + 1)
+        capacity = capacity_of(len(self._volume.files.by_number) + 1, self._segment_bytes)
         if self._limit_bytes is not None and capacity > self._limit_bytes:
             return False
         try:

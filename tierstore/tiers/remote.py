@@ -27,6 +27,7 @@ from tierstore.kernels.element import is_host
 from tierstore.sizes import format_size, parse_size
 from tierstore.tiers.memory import copy
 from tierstore.tiers.server import RedisServer
+from tierstore.volume.format import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -52,7 +53,6 @@ _BATCH_BYTES = 1 << 20
 _BATCH_SLOTS = 256
 _KEY_BYTES = 4 << 20
 _KEY_SLOTS = 256
-_LONGEST_KEY = 511
 _LONGEST_NAMESPACE = 255
 
 
@@ -430,10 +430,7 @@ class RedisRecords(RecordTier):
 
     def _valid(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         for key in keys:
-            if not 1 <= len(key) <= _LONGEST_KEY:
-                raise ConfigError(
-                    f"{self.name}: a key of {len(key)} bytes: expected 1 to {_LONGEST_KEY}"
-                )
+            check_key(key)
         return keys
 
     def _ask(

@@ -16,14 +16,15 @@ from tierstore.io import read_fully
 from tierstore.volume.format import DEAD, FREE, GROUP, LIVE, MAGIC, PAGE
 from tierstore.volume.lock import LOCK
 from tierstore.volume.manifest import FOLDER, group_of
-from tierstore.volume.opening import (
+from tierstore.volume.namespace import (
     IDENTITY,
     SEGMENT_NAME,
     SEGMENTS,
-    failing_rows,
+    UNFINISHED,
     read_facts,
     write_facts,
 )
+from tierstore.volume.opening import failing_rows
 from tierstore.volume.verifier import ROWS_AT_ONCE, Verifier, is_as, used_segments
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class Check:
             self._check_unused(path)
         elif stat.S_ISREG(kind) and (name in files or match):
             self._check_mode(path, 0o600)
-        elif stat.S_ISREG(kind) and folder == "" and name == IDENTITY + ".new":
+        elif stat.S_ISREG(kind) and folder == "" and name == UNFINISHED:
             self._note("leftover", path, "is of a clear() that did not finish")
             if self._fix:
                 self._io.remove(path)

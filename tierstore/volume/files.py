@@ -14,7 +14,14 @@ from tierstore.errors import CapacityError, CorruptBlockError
 from tierstore.events import emit
 from tierstore.reads import LateReadError, Read, Reading, ReadPool
 from tierstore.sizes import format_size
-from tierstore.volume.format import KEY_INLINE, LIVE, PAGE, Header, extents_in, payload_checksum
+from tierstore.volume.format import (
+    KEY_INLINE,
+    LIVE,
+    Header,
+    extents_in,
+    payload_checksum,
+    whole_pages,
+)
 from tierstore.volume.segment import SUFFIX, Segment, stored_digest
 
 if TYPE_CHECKING:
@@ -297,7 +304,7 @@ class SegmentFiles:
                 together.extend(pieces[i])
                 size = sum(map(len, pieces[i]))
                 # The kernel would first read a page that is written in part.
-                room = extent_bytes if i != run.positions[-1] else -(-size // PAGE) * PAGE
+                room = extent_bytes if i != run.positions[-1] else whole_pages(size)
                 if room > size:
                     together.extend(_ZEROS[: room - at] for at in range(size, room, len(_ZEROS)))
             try:
@@ -323,7 +330,7 @@ class SegmentFiles:
         for place, buffer in zip(places, buffers, strict=True):
             segment, size = self.of(place), self.disk_bytes(place)
             check = self._check(segment, place, buffer[:size]) if verify else None
-            room = buffer[: -(-size // PAGE) * PAGE]
+            room = buffer[: whole_pages(size)]
             requests.append(Read(segment.direct, segment.offset(place), room, check))
         return requests
 

@@ -78,7 +78,7 @@ class Header:
     @property
     def data_offset(self) -> int:
         """Where extent 0 begins."""
-        return PAGE + _pages(self.extents * ROW_BYTES)
+        return PAGE + whole_pages(self.extents * ROW_BYTES)
 
     def encode(self) -> bytes:
         """The page: the fields, their xxh3-128, zeros."""
@@ -121,7 +121,9 @@ class Header:
 def extents_in(segment_bytes: int, extent_bytes: int) -> int:
     """How many extents of a size fit into a segment file beside header and rows."""
     extents = (segment_bytes - PAGE) // (extent_bytes + ROW_BYTES)
-    while extents and PAGE + _pages(extents * ROW_BYTES) + extents * extent_bytes > segment_bytes:
+    while (
+        extents and PAGE + whole_pages(extents * ROW_BYTES) + extents * extent_bytes > segment_bytes
+    ):
         extents -= 1
     return max(extents, 0)
 
@@ -138,7 +140,8 @@ def extent_size(nbytes: int) -> int:
     return pages * PAGE
 
 
-def _pages(nbytes: int) -> int:
+def whole_pages(nbytes: int) -> int:
+    """The multiple of `PAGE` that has room for so many bytes."""
     return -(-nbytes // PAGE) * PAGE
 
 

@@ -10,13 +10,8 @@ import numpy as np
 
 from tierstore.errors import ConfigError, CorruptBlockError, StoreMismatchError
 from tierstore.io import FileIO
-from tierstore.volume.opening import (
-    IDENTITY,
-    SEGMENT_NAME,
-    SEGMENTS,
-    capacity_of,
-    read_facts,
-)
+from tierstore.volume.capacity import capacity_of
+from tierstore.volume.namespace import IDENTITY, SEGMENT_NAME, SEGMENTS, read_facts
 from tierstore.volume.volume import Volume
 
 if TYPE_CHECKING:

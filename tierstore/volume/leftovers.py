@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tierstore.errors import ConfigError
 from tierstore.volume.lock import LOCK, DirectoryLock
 from tierstore.volume.manifest import FOLDER, group_of
-from tierstore.volume.opening import IDENTITY, SEGMENT_NAME, SEGMENTS
+from tierstore.volume.namespace import IDENTITY, SEGMENT_NAME, SEGMENTS, UNFINISHED
 
 if TYPE_CHECKING:
     from tierstore.io import FileIO
@@ -42,7 +42,7 @@ def discard_leftovers(volume: Volume, space: Space, manifest: Manifest, io: File
     manifest.remove(entries)
     for segment in used:
         volume.files.wipe(segment)
-    unfinished = os.path.join(volume.directory, IDENTITY + ".new")
+    unfinished = os.path.join(volume.directory, UNFINISHED)
     has_unfinished = os.path.lexists(unfinished)
     if has_unfinished:
         io.remove(unfinished)

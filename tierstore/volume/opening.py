@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,25 +19,37 @@ from tierstore.errors import (
     ConfigError,
     CorruptBlockError,
     StoreMismatchError,
-    TierOfflineError,
 )
 from tierstore.identity import Facts
-from tierstore.io import read_fully, write_fully
+from tierstore.io import read_fully
 from tierstore.reads import AlignedBuffers
+from tierstore.volume.capacity import directory_bytes, segment_size, segments_in
 from tierstore.volume.format import (
     DEAD,
     FREE,
     GROUP,
+    KEY_BYTES_MOST,
     KEY_INLINE,
     LIVE,
     PAGE,
     Header,
     key_field,
     row_check,
+    whole_pages,
 )
-from tierstore.volume.lock import LOCK, DirectoryLock
+from tierstore.volume.lock import DirectoryLock
 from tierstore.volume.manifest import FOLDER, Commit, Groups, Manifest, NoManifest
-from tierstore.volume.segment import SUFFIX, Segment
+from tierstore.volume.namespace import (
+    IDENTITY,
+    SEGMENT_NAME,
+    SEGMENTS,
+    UNFINISHED,
+    absolute,
+    make_namespace,
+    read_facts,
+    write_facts,
+)
+from tierstore.volume.segment import Segment
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -54,14 +64,6 @@ if TYPE_CHECKING:
     from tierstore.volume.records import Records
     from tierstore.volume.space import Space
 
-IDENTITY = "IDENTITY"
-UNFINISHED = "IDENTITY.new"
-SEGMENTS = "segments"
-SEGMENT_NAME = re.compile(r"(\d{8})" + re.escape(SUFFIX))
-_IDENTITY_BYTES_MOST = 1 << 16
-_LEAST_DIRECTORY_BYTES = 1 << 16
-_MANY, _LEAST_OF_MANY = 400, 1 << 17
-_SEGMENT_BYTES = (1 << 20, 1 << 34)
 _MOST_SEQUENCES = 1 << 63
 """No store lives that long."""
 _NOT_THE_MEDIUM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
@@ -102,7 +104,7 @@ class Opening:
         self._read_only = read_only
         self._most_bytes = capacity_bytes
         self._check_room(parent, segment_bytes)
-        self.directory = _namespace(io, parent, identity.folder, read_only=read_only)
+        self.directory = make_namespace(io, parent, identity.folder, read_only=read_only)
         self.folder = os.path.join(self.directory, SEGMENTS)
         self.lock = DirectoryLock(self.directory, shared=read_only)
         try:
@@ -120,13 +122,13 @@ class Opening:
 
     def _check_room(self, parent: str | os.PathLike[str], segment_bytes: int | None) -> None:
         """Refuse what cannot be, before anything is made: another version, a useless capacity."""
-        path = os.path.join(_absolute(parent), self.identity.folder, IDENTITY)
-        with suppress(OSError):  # `_namespace` says what is wrong
+        path = os.path.join(absolute(parent), self.identity.folder, IDENTITY)
+        with suppress(OSError):  # `make_namespace` says what is wrong
             facts = read_facts(self._io, path)
             if facts is not None:
                 segments_in(self._most_bytes, facts.segment_bytes)
             elif not os.path.lexists(path):
-                segments_in(self._most_bytes, _segment_bytes(self._most_bytes, segment_bytes))
+                segments_in(self._most_bytes, segment_size(self._most_bytes, segment_bytes))
 
     def _make_folder(self) -> None:
         """The folder of segments; what a `clear` that did not finish left behind goes."""
@@ -200,7 +202,7 @@ class Opening:
         self._is_new = is_new = not self._names and IDENTITY not in self._io.list(self.directory)
         self._complain(int(not is_new), "damaged identity", path)
         facts = self._facts_from_segments() or Facts(
-            self.identity, 1, _segment_bytes(self._most_bytes, segment_bytes)
+            self.identity, 1, segment_size(self._most_bytes, segment_bytes)
         )
         if not self._read_only:
             write_facts(self._io, self.directory, facts)
@@ -384,8 +386,7 @@ class Opening:
             row, place = rows[extent], segment.first + extent
             start, size = segment.offset(place) + int(row["stored_bytes"]), int(row["key_bytes"])
             first = start // PAGE * PAGE
-            pages = -(-(start + size - first) // PAGE)
-            buffer = AlignedBuffers(pages * PAGE, 1).take()[0]
+            buffer = AlignedBuffers(whole_pages(start + size - first), 1).take()[0]
             key = b""
             with suppress(OSError):
                 read_fully(self._io, segment.direct, buffer, first)
@@ -414,17 +415,6 @@ class Opening:
             self._io.sync_directory(self.folder)
 
 
-def segments_in(capacity_bytes: int, segment_bytes: int) -> int:
-    """Segments that a capacity has room for, beside the directory. ConfigError if there is none."""
-    most = (capacity_bytes - directory_bytes(capacity_bytes)) // segment_bytes
-    if most < 1:
-        raise ConfigError(
-            f"disk={capacity_bytes}: expected room for a segment of {segment_bytes} bytes beside "
-            f"{directory_bytes(capacity_bytes)} of directory"
-        )
-    return most
-
-
 def failing_rows(segment: Segment, records: Records, part: slice) -> npt.NDArray[np.bool_]:
     """Which rows of a group do not match their check, or say what cannot be."""
     rows = records.rows[segment.places][part]
@@ -439,124 +429,10 @@ def failing_rows(segment: Segment, records: Records, part: slice) -> npt.NDArray
     is_possible: npt.NDArray[np.bool_] = (
         (size <= segment.header.extent_bytes)
         & (rows["key_bytes"] >= 1)
-        & (rows["key_bytes"] <= 511)
+        & (rows["key_bytes"] <= KEY_BYTES_MOST)
         & np.isin(rows["state"], (LIVE, DEAD))
         & (rows["sequence"] < _MOST_SEQUENCES)
         & (rows["value_bytes"] <= segment.nbytes)
         & ((rows["codec"] != 0) | (rows["value_bytes"] == rows["stored_bytes"]))
     )
     return is_bad | (written & ~is_possible)
-
-
-def directory_bytes(capacity_bytes: int) -> int:
-    """Most bytes that a volume of a capacity keeps for its directory."""
-    return max(_LEAST_DIRECTORY_BYTES, capacity_bytes // 512)
-
-
-def capacity_of(segments: int, segment_bytes: int) -> int:
-    """The capacity that has room for so many segments and no more."""
-    nbytes = segments * segment_bytes
-    return nbytes + max(_LEAST_DIRECTORY_BYTES, -(-nbytes // 511))
-
-
-def _segment_bytes(capacity_bytes: int, asked: int | None) -> int:
-    if asked is not None:
-        if asked % PAGE or asked < 4 * PAGE:
-            raise ConfigError(
-                f"segment={asked}: expected a multiple of {PAGE} bytes, at least {4 * PAGE}"
-            )
-        if asked < _LEAST_OF_MANY and capacity_bytes // asked > _MANY:
-            raise ConfigError(
-                f"segment={asked}, disk={capacity_bytes}: expected segments of at least "
-                f"{_LEAST_OF_MANY} bytes where there are more than {_MANY}, for which the "
-                "directory has room"
-            )
-        return asked
-    least, most = _SEGMENT_BYTES
-    return min(max(capacity_bytes // 64 // PAGE * PAGE, least), most)
-
-
-def _namespace(io: FileIO, parent: str | os.PathLike[str], folder: str, *, read_only: bool) -> str:
-    """The absolute path of a namespace's directory, made (0700) if it may be."""
-    root = Path(_absolute(parent))
-    try:
-        if not read_only and not os.path.lexists(root):
-            io.make_directory(str(root))
-            io.sync_directory(str(root.parent))
-        directory = root / folder
-        if not read_only and not os.path.lexists(directory):
-            io.make_directory(str(directory))
-            io.sync_directory(str(root))
-        if directory.is_symlink() or not directory.is_dir():
-            raise ConfigError(
-                f"{str(directory)!r}: expected a directory of a store, found "
-                f"{'nothing' if not os.path.lexists(directory) else 'something else'}"
-            )
-        io.list(str(directory))
-        _check_names(str(directory))
-    except OSError as error:
-        raise ConfigError(
-            f"path={str(parent)!r} cannot hold a store ({error.strerror}): choose a directory that "
-            "can be written, whose parent exists"
-        ) from error
-    return str(directory)
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    """Where a path leads now, whatever the working directory will be. ConfigError for no path."""
-    try:
-        found = os.path.abspath(path)
-    except TypeError as error:
-        raise ConfigError(f"path={path!r}: expected the path of a directory") from error
-    if not isinstance(found, str) or "\0" in found:
-        raise ConfigError(f"path={path!r}: expected the path of a directory")
-    return found
-
-
-def _check_names(directory: str) -> None:
-    """StoreMismatchError if a name of ours stands for something else, a link above all."""
-    for name, is_right in (
-        (IDENTITY, os.path.isfile),
-        (LOCK, os.path.isfile),
-        (SEGMENTS, os.path.isdir),
-        (FOLDER, os.path.isdir),
-    ):
-        path = os.path.join(directory, name)
-        if os.path.lexists(path) and (os.path.islink(path) or not is_right(path)):
-            raise StoreMismatchError(
-                f"{path!r} is not what a store keeps under that name: move it away, or choose "
-                "another directory"
-            )
-
-
-def read_facts(io: FileIO, path: str) -> Facts | None:
-    """What a file ``IDENTITY`` says; None if it is damaged or missing."""
-    try:
-        fd = io.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        size = io.size(fd)
-        if size > _IDENTITY_BYTES_MOST:
-            return None
-        text = bytearray(size)
-        read_fully(io, fd, text, 0)
-    except TierOfflineError:
-        return None
-    finally:
-        io.close(fd)
-    return Facts.decode(bytes(text), repr(path))
-
-
-def write_facts(io: FileIO, directory: str, facts: Facts) -> None:
-    """Replace the file ``IDENTITY``, durably; OSError, and no change."""
-    path, fresh = os.path.join(directory, IDENTITY), os.path.join(directory, UNFINISHED)
-    fd = io.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        write_fully(io, fd, [facts.encode()], 0)
-        io.sync(fd)
-    finally:
-        io.close(fd)
-    io.reached("facts.before_rename")
-    io.rename(fresh, path)
-    io.sync_directory(directory)

@@ -13,13 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import keys as kernels
-from tierstore.volume.format import FREE, KEY_INLINE, LIVE, ROW, ROW_BYTES, KeyFields
+from tierstore.volume.format import FREE, KEY_INLINE, LIVE, ROW, KeyFields
 
 if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, Ids, Pointers
-
-RECORD_BYTES = ROW_BYTES + 4 + 4 + 4 + 4
-"""Bytes that each place takes in the columns here; the index takes 4 to 12 more."""
 
 _SMALLEST_INDEX = 64
 _LAST_TICK = (1 << 32) - 1

@@ -14,7 +14,7 @@ from tierstore.errors import CapacityError
 from tierstore.io import DIRECT, read_fully, write_fully
 from tierstore.reads import AlignedBuffers
 from tierstore.sizes import format_size
-from tierstore.volume.format import GROUP, PAGE, ROW, ROW_BYTES, Header, place_binding
+from tierstore.volume.format import GROUP, PAGE, ROW, ROW_BYTES, Header, place_binding, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -190,7 +190,7 @@ class Segment:
     def rows_on_disk(self, first: int, count: int) -> npt.NDArray[np.void]:
         """Rows of extents as the file has them now; `first` is a multiple of `GROUP`."""
         size = count * ROW_BYTES
-        buffer = AlignedBuffers(-(-size // PAGE) * PAGE, 1).take()[0]
+        buffer = AlignedBuffers(whole_pages(size), 1).take()[0]
         read_fully(self._io, self.direct, buffer, PAGE + first * ROW_BYTES)
         return np.frombuffer(buffer[:size], ROW)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tierstore.errors import CorruptBlockError
 from tierstore.reads import AlignedBuffers
-from tierstore.volume.format import GROUP, KEY_INLINE, LIVE, PAGE
+from tierstore.volume.format import GROUP, KEY_INLINE, LIVE, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,7 +97,7 @@ class Verifier:
 
     def _batches(self, places: Pointers) -> Iterator[tuple[list[int], list[memoryview]]]:
         """Places with buffers for their payloads, all in one piece of memory."""
-        rooms = np.maximum(-(-self._sizes(places) // PAGE) * PAGE, PAGE).tolist()
+        rooms = [whole_pages(max(size, 1)) for size in self._sizes(places).tolist()]
         memory = AlignedBuffers(max(_BYTES_AT_ONCE, *rooms, 0), 1).take()[0] if rooms else None
         batch: list[int] = []
         buffers: list[memoryview] = []

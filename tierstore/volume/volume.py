@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.events import emit
 from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.volume.capacity import segments_in
 from tierstore.volume.check import Check, Finding
 from tierstore.volume.files import Run, SegmentFiles
 from tierstore.volume.format import (
@@ -36,11 +38,13 @@ from tierstore.volume.format import (
     extent_size,
     payload_checksum,
     row_check,
+    whole_pages,
 )
 from tierstore.volume.health import Health
 from tierstore.volume.leftovers import Leftovers, discard_leftovers
 from tierstore.volume.manifest import Commit, Groups
-from tierstore.volume.opening import Opening, segments_in, write_facts
+from tierstore.volume.namespace import write_facts
+from tierstore.volume.opening import Opening
 from tierstore.volume.records import Records
 from tierstore.volume.segment import stored_digest
 from tierstore.volume.space import Space
@@ -62,7 +66,6 @@ _COMMIT_GROUPS = 1024
 """Groups of rows that may differ from what the directory knows: tables alone say what is durable,
 so the directory follows in larger steps, and at the end."""
 
-_KEPT = ("value_bytes", "codec", "valid")
 _STATE_AT = ROW.fields["state"][1] if ROW.fields else 0
 
 
@@ -240,7 +243,7 @@ class Volume:
         for i, key in keys.tails.items():
             pieces[i].append(memoryview(key))
         sizes = [max(sum(map(len, own)), stored.least_bytes) for own in pieces]
-        with self.locked(None if until is None else max(0.0, until - time.monotonic())):
+        with self.locked(left_until(until)):
             self.check_writable()
             self._writers += 1
             epoch = self.facts.epoch
@@ -520,8 +523,12 @@ class Volume:
             self.health.call(write_facts, self._io, self.directory, self.facts)
             self._is_identity_sure = True
         with self.lock:
-            dirty = [s for s in self.files.by_number.values() if s.is_dirty]
-            groups = self._changed_groups()
+            files = self.files.by_number.values()
+            dirty = [segment for segment in files if segment.is_dirty]
+            # A digest is of hundreds of rows, and a lookup waits for this lock.
+            changed = sum(len(segment.dirty_groups) for segment in files)
+            is_due = is_clean or changed >= _COMMIT_GROUPS
+            groups = self._changed_groups() if is_due else {}
             commit = Commit(self.facts.epoch, self._sequence, is_clean)
             for segment in dirty:
                 segment.is_dirty = False
@@ -534,7 +541,7 @@ class Volume:
                 failures.append((segment, error))
         if failures:
             self._replace_failed(failures)
-        if is_clean or len(groups) >= _COMMIT_GROUPS:
+        if is_due:
             self._io.reached("sync.before_commit")
             self.health.call(self._manifest.commit, commit, groups)
             self._io.reached("sync.after_commit")
@@ -607,7 +614,7 @@ class Volume:
 
     def _read_one(self, place: int) -> memoryview | None:
         """A pinned record's payload, if it can be read and is right."""
-        size = -(-max(self.files.disk_bytes(place), 1) // PAGE) * PAGE
+        size = whole_pages(max(self.files.disk_bytes(place), 1))
         buffer = AlignedBuffers(size, 1).take()[0]
         outcome = self.files.perform(self.files.reads([place], [buffer]), None)[0]
         return buffer if outcome is None else None
@@ -625,7 +632,7 @@ class Volume:
         self, places: Sequence[int], buffers: Sequence[memoryview], deadline: float | None
     ) -> Callable[[], list[Exception | None]]:
         """`read` without waiting for the disk: call the result for the outcomes."""
-        until = None if deadline is None else time.monotonic() + deadline
+        until = end_of(deadline)
         lost = TierOfflineError(errno.EIO, f"{self.directory!r}: the file, or the disk, failed")
         outcomes: list[Exception | None] = [lost] * len(places)
         if self.health.is_offline:
@@ -637,8 +644,7 @@ class Volume:
         except TierOfflineError as error:
             late = LateReadError(str(error), None)
             return lambda: [late] * len(places)
-        left = None if until is None else max(0.0, until - time.monotonic())
-        reading = self.files.start(requests, left)
+        reading = self.files.start(requests, left_until(until))
 
         def finish() -> list[Exception | None]:
             for i, outcome in zip(there, self.files.noted(reading.wait()), strict=True):
