@@ -30,6 +30,10 @@ class StoreMismatchError(TierstoreError, ValueError):
     """The directory holds something other than what was asked for."""
 
 
+class TraceError(TierstoreError, ValueError):
+    """The file is not a trace that this version reads; the message says what it expected."""
+
+
 class StoreLockedError(TierstoreError, BlockingIOError):
     """Another process has the directory; the message names it."""
 
