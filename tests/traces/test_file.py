@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -8,6 +8,9 @@ import pytest
 from tierstore.errors import TraceError
 from tierstore.traces import file as trace_file
 from tierstore.traces.file import read_trace, write_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_trace_comes_back(tmp_path: Path) -> None:
@@ -50,7 +53,7 @@ def test_other_archives_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="written by tierstore"):
         read_trace(path, "requests")
     np.savez(path, header=np.frombuffer(b'{"format": "x"}', np.uint8))
-    with pytest.raises(TraceError, match="another .npz file"):
+    with pytest.raises(TraceError, match=r"another \.npz file"):
         read_trace(path, "requests")
 
 
