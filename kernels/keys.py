@@ -173,17 +173,22 @@ def newest(places, index, rows, seed, older):
 
 
 @njit
+def to_copy(pages, sizes):
+    """The longest of `sizes`, -1 without any, and the sum of those that have a page."""
+    longest, nbytes = -1, 0
+    for i in range(pages.shape[0]):
+        longest = max(longest, sizes[i])
+        if pages[i] >= 0:
+            nbytes += sizes[i]
+    return longest, nbytes
+
+
+@njit
 def copy_out(source, page_bytes, pages, sizes, out, lengths):
     """Copy the `sizes[i]` bytes at each page to the start of ``out[i]``; page -1 is none.
 
-    `lengths` receives the sizes of those copied, -1 for the others. Returns the longest size, and
-    does nothing if that is longer than a row of `out`.
+    `lengths` receives the sizes of those copied, -1 for the others. No size may exceed a row.
     """
-    longest = -1
-    for i in range(sizes.shape[0]):
-        longest = max(longest, sizes[i])
-    if longest > out.shape[1]:
-        return longest
     for i in range(pages.shape[0]):
         lengths[i] = -1
         if pages[i] >= 0:
@@ -192,7 +197,6 @@ def copy_out(source, page_bytes, pages, sizes, out, lengths):
             row, value = out[i], source[pages[i] * page_bytes :]
             for j in range(sizes[i]):
                 row[j] = value[j]
-    return longest
 
 
 @njit

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-# For fewer multiply-adds (some hundred microseconds) waking a thread costs more than it saves.
+# For less (some hundred microseconds) waking a thread costs more than it saves.
 _WORTH_A_THREAD = 4_000_000
 
 
@@ -26,12 +26,14 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def over_rows(rows: int, multiply_adds: int, run: Callable[[int, int], None]) -> None:
+def over_rows(rows: int, work: int, run: Callable[[int, int], None]) -> None:
     """Call ``run(first, last)`` so that every row in ``range(rows)`` is covered exactly once.
+
+    work: multiply-adds, or bytes to copy, which take about as long.
 
     No part is running any more when this returns or raises, so that arrays may be used again.
     """
-    parts = min(thread_count(), rows) if multiply_adds >= _WORTH_A_THREAD else 1
+    parts = min(thread_count(), rows) if work >= _WORTH_A_THREAD else 1
     if parts <= 1:
         run(0, rows)
         return

@@ -27,6 +27,7 @@ from tierstore.identity import Identity
 from tierstore.interfaces import Codec
 from tierstore.io import FileIO
 from tierstore.kernels import keys as kernels
+from tierstore.kernels.threads import over_rows
 from tierstore.lease import Lease, Leases
 from tierstore.loading import Loader
 from tierstore.metrics import KeyedStats
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE = 4096
-_NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class KeyedStore:
@@ -308,10 +308,20 @@ class KeyedStore:
         lengths: Pointers = np.full(len(fields), -1, np.int64)
 
         def take_cached(visited: Visited) -> None:
-            cache = _NOTHING if self.hot is None else self.hot.bytes
-            longest = kernels.copy_out(cache, PAGE, visited.pages, visited.sizes, out, lengths)
+            pages, sizes = visited.pages, visited.sizes
+            longest, nbytes = kernels.to_copy(pages, sizes)
             if longest > out.shape[1]:
                 raise ConfigError(_too_narrow(out, longest))
+            if self.hot is not None and visited.hits:
+                cache = self.hot.bytes
+
+                def copy(first: int, last: int) -> None:
+                    part = slice(first, last)
+                    kernels.copy_out(
+                        cache, PAGE, pages[part], sizes[part], out[part], lengths[part]
+                    )
+
+                over_rows(len(fields), nbytes, copy)
 
         is_aligned = out.ctypes.data % PAGE == 0 and out.strides == (out.shape[1], 1)
 
