@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack, closing
 from functools import partial
@@ -83,9 +82,6 @@ class _Writer:
         count = len(self._values)
         keys = random_keys(count, self.block, place, number)
         batches = [(keys[part], self._values[part]) for part in chunks(count, self._batch)]
-        # Above a share of memory the kernel slows whoever writes, whosever pages are not yet on
-        # disk: without this each would pay for those before it.
-        os.sync()
         begin = time.perf_counter()
         for some, values in batches:
             put(some, values)
