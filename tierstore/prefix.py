@@ -166,7 +166,8 @@ class PrefixCache:
 
         tail: uint8 [m], the bytes of the tokens after the last whole block. They are the name's
         own. A name that stood for other tokens holds the new ones instead; blocks that nobody
-        holds any more are deleted, as by `forget`. Refused, nothing has changed.
+        holds any more are deleted, as by `forget`. Refused, nothing has changed, but that an
+        earlier tail may be lost.
         """
         chain = Chain(tokens, self.block_tokens, extra)
         if tail is not None:
@@ -181,9 +182,14 @@ class PrefixCache:
         )
         with self._references.lock:
             self._references.forget_lost(self.store)
-            if not self.store.put(entry_key(name), prefix.pack()):
+            # A tail proves its tokens, so one beside an entry of other tokens is a miss.
+            if tail is not None and not self.store.put(tail_key(name), _with_proof(tail, chain)):
                 return False
-            if tail is None or not self.store.put(tail_key(name), _with_proof(tail, chain)):
+            if not self.store.put(entry_key(name), prefix.pack()):
+                if tail is not None:
+                    self.store.delete(tail_key(name))
+                return False
+            if tail is None:
                 self.store.delete(tail_key(name))
             self._hold(name, prefix.block_keys())
         return True
