@@ -7,7 +7,6 @@ its reason. What comes back is exactly what was put, or nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -21,7 +20,6 @@ from tierstore.admission import Admission, AdmitAll
 from tierstore.background import Prefetch, Prefetcher, in_time
 from tierstore.deadlines import end_of
 from tierstore.errors import CapacityError, ConfigError, PolicyError, TierOfflineError
-from tierstore.events import emit
 from tierstore.hot import HotCache
 from tierstore.identity import Identity
 from tierstore.interfaces import Codec
@@ -30,7 +28,7 @@ from tierstore.kernels import keys as kernels
 from tierstore.lease import Lease, Leases
 from tierstore.loading import Loader
 from tierstore.metrics import KeyedStats
-from tierstore.serving import Serving
+from tierstore.serving import Serving, say_failed
 from tierstore.sizes import parse_size
 from tierstore.volume import Finding, Stored, Volume
 from tierstore.volume.format import LIVE, PAGE, KeyFields
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 
     Keys = Sequence[bytes] | Bytes
     Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
-
-_log = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE = 4096
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -195,7 +191,7 @@ class KeyedStore:
                 self._remote.write(_key_list(keys), [bytes(piece) for piece in pieces])
             except OSError as error:
                 self.volume.refused["remote"] += len(pieces)
-                _say_failed(self._remote, error)
+                say_failed(self._remote, error)
         return done
 
     def _put_here(
@@ -368,7 +364,7 @@ class KeyedStore:
             try:
                 found = self._remote.contains([everything[i] for i in absent.tolist()])
             except OSError as error:
-                _say_failed(self._remote, error)
+                say_failed(self._remote, error)
             else:
                 is_there[absent] = found
         return is_there
@@ -580,13 +576,6 @@ class KeyedStore:
             self.volume.validate()
             if self.hot is not None:
                 self.hot.validate()
-
-
-def _say_failed(remote: RecordTier, error: OSError) -> None:
-    emit(
-        _log, logging.WARNING, "remote.failed", f"{remote.name}: {error}",
-        tier=remote.name, error=str(error),
-    )  # fmt: skip
 
 
 def aligned_rows(count: int, nbytes: int) -> Bytes:
