@@ -122,6 +122,24 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> No
     tier.close()
 
 
+def test_fewer_slots_keep_their_blocks_wherever_these_are(tmp_path: Path) -> None:
+    """Written in turns from both ends, what stays is in as many files as what goes."""
+    n, tier = 120, make(tmp_path, extent_bytes=4096)
+    stored, extents = blocks(n), everything(n).reshape(-1, 2)
+    tier.resize(n)
+    for low, high in zip(extents[:30], extents[:29:-1], strict=True):
+        rows = np.concatenate([low, high])
+        tier.write(rows, stored.numpy(), rows).wait()
+    assert len(list(tmp_path.rglob("*.seg"))) == 2
+    tier.resize(n // 2)
+    assert tier.capacity == n // 2
+    assert torch.equal(read(tier, n // 2), stored[: n // 2])
+    tier.resize(n // 2 + 2)
+    tier.resize(n)
+    assert torch.equal(read(tier, n // 2), stored[: n // 2])
+    tier.close()
+
+
 def test_extents_are_whole_pages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multiple of 4096"):
         make(tmp_path, extent_bytes=1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections import OrderedDict
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ class FileTier(Tier):
     An extent goes to disk once all of its blocks are written, at `sync`, or when more than 64 are
     incomplete. What comes back is checked; a damaged extent is a CorruptBlockError. After `sync`,
     blocks survive a power loss, and a tier made with the same arguments has them again once it is
-    resized.
+    resized. With fewer slots, files go that hold none of them; others keep their size.
 
     Parameters
     ----------
@@ -137,12 +138,16 @@ class FileTier(Tier):
         if extents == 0:
             self._remove()
             return
-        needed = capacity_of(-(-extents // self._per_segment), self._segment_bytes)
+        segments = -(-extents // self._per_segment)
+        needed = capacity_of(segments, self._segment_bytes)
         if self._volume is None:
             self._volume = self._opened(needed)
             self._written = set(self._stored_extents())
         self._drop_from(slots)
-        self._volume.resize(needed)
+        is_smaller = segments < len(self._volume.files.by_number)
+        # Extents that stay may be spread over more files than they need.
+        with suppress(CapacityError) if is_smaller else nullcontext():
+            self._volume.resize(needed)
         self._slots = slots
 
     def _opened(self, capacity_bytes: int) -> Volume:
