@@ -73,6 +73,11 @@ class SegmentFiles:
         self._draining: list[Segment] = []
         self._pool = ReadPool(io, threads)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether files stay that were cleared, because somebody reads what was in them."""
+        return bool(self._draining)
+
     def of(self, place: int) -> Segment:
         """The segment that owns a place."""
         return self.by_number[int(self._records.segment[place])]

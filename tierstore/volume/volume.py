@@ -296,7 +296,9 @@ class Volume:
             self.records.pins[found] = 1
             places[wanted[: len(found)]] = found
             if len(found) < len(wanted):
-                self.refused["no room"] += len(wanted) - len(found)
+                is_held = self._evicts and (self.files.is_draining or self._space.is_held())
+                reason = "all pinned" if is_held else "no room"
+                self.refused[reason] += len(wanted) - len(found)
         return places
 
     def _take(self, size: int, count: int) -> Pointers:
@@ -483,8 +485,8 @@ class Volume:
                 self.files.collect()
                 if not self._space.blank and not (self._evicts and self._empty_coldest(0)):
                     raise CapacityError(
-                        f"{self.directory!r}: every segment holds a value that must stay: release "
-                        "leases first"
+                        f"{self.directory!r}: every segment file holds a value that must stay"
+                        f"{': release leases first' if self._evicts else ''}"
                     )
                 leaving = self._space.blank[-1]
                 self.health.call(self._manifest.forget, [leaving.number])
