@@ -104,9 +104,8 @@ MUTATIONS = [
     ),
     Mutation(
         "forget the tombstone", "volume/volume.py",
-        [(("        self.records.rows[places] = np.frombuffer(b\"\".join(dead), ROW)\n"
-          "        self.write_rows(places)\n"),
-          "        self.records.rows[places] = np.frombuffer(b\"\".join(dead), ROW)\n")],
+        [("        try:\n            self.write_rows(places)\n        finally:\n",
+          "        if True:\n")],
         [CONCURRENCY, SWEEP, MACHINE],
     ),
     Mutation(

@@ -14,7 +14,7 @@ import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -32,8 +32,13 @@ from tierstore.codecs import ShuffleZstdCodec
 from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.io import FileIO
 from tierstore.testing.faults import FaultIO, error, short
+from tierstore.volume import Volume
+from tierstore.volume.files import SegmentFiles
 from tierstore.volume.format import KeyFields
 from tierstore.volume.manifest import Commit, Manifest
+from tierstore.volume.records import Records
+from tierstore.volume.segment import Segment
+from tierstore.volume.space import FreePlaces, Space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -717,6 +722,55 @@ class TestMemory:
             store.validate()
             assert store.put_many(KEYS[:3], VALUES[:3]).all()
             assert store.get_many(KEYS[:3]) == VALUES[:3]
+
+    @pytest.mark.parametrize(
+        ("kind", "name"),
+        [
+            (Records, "find"), (Records, "enter"), (Records, "touch"), (Records, "withdraw"),
+            (Space, "victims"), (Space, "coldest"), (FreePlaces, "pop"),
+            (Volume, "kill"), (Volume, "write_rows"), (Segment, "write_rows"),
+            (SegmentFiles, "runs"), (SegmentFiles, "begin"), (SegmentFiles, "live"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_put_that_runs_out_of_memory_anywhere_leaves_the_store_in_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+    ) -> None:
+        """C16. In each call in turn: of two sizes, over old values, with others to evict."""
+        real, hits = getattr(kind, name), 1
+        sizes = [5000, 12_000, 300, 5000, 12_000, 300, 5000]
+        keys = [*KEYS[:4], b"new 1", b"new 2", b"k" * 300]
+        values = [content(50 + i, size) for i, size in enumerate(sizes)]
+        number = 0
+        while hits:
+            number += 1
+            hits, calls = 0, 0
+
+            def fail(*arguments: Any) -> Any:  # noqa: ANN401
+                nonlocal calls, hits
+                calls += 1
+                if calls == number:  # noqa: B023
+                    hits += 1
+                    raise MemoryError("injected")
+                return real(*arguments)
+
+            with open_store(tmp_path / str(number), disk="320KiB") as store:
+                old = dict(zip(KEYS, VALUES, strict=True))
+                filling = {b"x %d" % i: content(i, 5000) for i in range(24)}
+                store.put_many(list(filling), list(filling.values()))
+                store.put_many(KEYS, VALUES)
+                with monkeypatch.context() as patch:
+                    patch.setattr(kind, name, fail)
+                    done = store.put_many(keys, values)
+                assert not store.volume.records.pins.any()
+                store.validate()
+                assert "space" not in {finding.kind for finding in store.check()}
+                for key, value, is_done in zip(keys, values, done.tolist(), strict=True):
+                    assert store.get(key) in ((value,) if is_done else (old.get(key), None))
+                assert hits == (not done.all())
+                assert store.put_many(keys, values).all()
+                assert store.get_many(keys) == values
+        assert number > 1, "it is not called at all"
 
     def test_memory_that_the_machine_does_not_have_leaves_no_store_behind(
         self, tmp_path: Path

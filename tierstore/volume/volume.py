@@ -258,11 +258,6 @@ class Volume:
             rows = _sealed_rows(self._rows(keys, stored, first), pieces, runs)
             failed = self.files.write(runs, pieces)
             self._io.reached("put.after_payload")
-        except BaseException:
-            self.let_go(places[places >= 0])
-            self._end_write()
-            raise
-        try:
             with self.lock:
                 lost = np.flatnonzero((places >= 0) & (self.records.segment[places] < 0))
                 self._refuse(places, "io", sorted({*failed, *lost.tolist()}))
@@ -274,6 +269,9 @@ class Volume:
                         places, "changed", np.flatnonzero((places >= 0) & ~is_new).tolist()
                     )
                 return self._publish(keys, places, rows, epoch)
+        except BaseException:
+            self.let_go(places[places >= 0])
+            raise
         finally:
             self._end_write()
 
@@ -290,24 +288,32 @@ class Volume:
             np.array(value_bytes) > min(self.files.nbytes, PAYLOAD_BYTES_MOST)
         )
         self.refused["too large"] += int(is_large.sum())
-        for size in np.unique(classes[~is_large]).tolist():
-            wanted = np.flatnonzero((classes == size) & ~is_large)
-            found = self._take(size, len(wanted))
-            self.records.pins[found] = 1
-            places[wanted[: len(found)]] = found
-            if len(found) < len(wanted):
-                is_held = self._evicts and (self.files.is_draining or self._space.is_held())
-                reason = "all pinned" if is_held else "no room"
-                self.refused[reason] += len(wanted) - len(found)
+        try:
+            for size in np.unique(classes[~is_large]).tolist():
+                wanted = np.flatnonzero((classes == size) & ~is_large)
+                count = self._fill(places, wanted, size)
+                if count < len(wanted):
+                    is_held = self._evicts and (self.files.is_draining or self._space.is_held())
+                    reason = "all pinned" if is_held else "no room"
+                    self.refused[reason] += len(wanted) - count
+        except BaseException:
+            self.unpin(places[places >= 0])
+            raise
         return places
 
-    def _take(self, size: int, count: int) -> Pointers:
-        """Up to `count` free places of one size; others leave for them."""
-        taken = [self._space.free(size).pop(count)]
-        while (missing := count - sum(map(len, taken))) > 0 and self._make_room(size, missing):
-            taken.append(self._space.free(size).pop(missing))
-        found = np.concatenate(taken)
-        return found[self.records.segment[found] >= 0]  # a file may have failed meanwhile
+    def _fill(self, places: Pointers, wanted: Pointers, size: int) -> int:
+        """Put free places of one size, pinned, where they are wanted; others leave for them.
+
+        Returns how many there were.
+        """
+        free, count = self._space.free(size), 0
+        while True:
+            found = free.pop(len(wanted) - count)
+            self.records.pins[found] = 1
+            places[wanted[count : count + len(found)]] = found
+            count += len(found)
+            if count == len(wanted) or not self._make_room(size, len(wanted) - count):
+                return count
 
     def _make_room(self, size: int, count: int) -> bool:
         """Free places of a size; False if nothing may leave, or a file takes no header."""
@@ -343,8 +349,13 @@ class Volume:
         """Give back the places of payloads that are not to be seen."""
         if positions:
             self.refused[reason] += len(positions)
-            self.unpin(places[positions])
-            places[positions] = -1
+            self._give_back(places, np.array(positions))
+
+    def _give_back(self, places: Pointers, chosen: npt.NDArray[np.int64 | np.bool_]) -> None:
+        """Unpin some places, and note that it is done, whatever happens next."""
+        held = places[chosen]
+        places[chosen] = -1
+        self.unpin(held)
 
     def _publish(
         self, keys: KeyFields, places: Pointers, rows: npt.NDArray[np.void], epoch: int
@@ -353,19 +364,32 @@ class Volume:
         written = places >= 0
         if self.is_closed or self.facts.epoch != epoch:
             self.dropped["cleared"] += int(written.sum())
-            self.unpin(places[written])
+            self._give_back(places, written)
             return written & (not self.is_closed)
         current = self.records.find(keys)
         sequences = self.records.rows["sequence"]
         is_late = written & (current >= 0)
         is_late[is_late] = sequences[current[is_late]] > rows["sequence"][is_late]
-        self.unpin(places[is_late])
+        self._give_back(places, is_late)
         self.dropped["superseded"] += int(is_late.sum())
         fresh = np.flatnonzero(written & ~is_late)
-        new, old = places[fresh], current[fresh]
-        self.records.rows[new] = rows[fresh]
-        for i in keys.tails.keys() & set(fresh.tolist()):
-            self.records.long_keys[int(places[i])] = keys.tails[i]
+        new = places[fresh]
+        try:
+            for i in keys.tails.keys() & set(fresh.tolist()):
+                self.records.long_keys[int(places[i])] = keys.tails[i]
+            self.records.rows[new] = rows[fresh]
+            fine = self._show(new, current[fresh])
+            done = is_late.copy()
+            done[fresh[fine]] = True
+        except BaseException:
+            self._take_back(new)
+            raise
+        self._give_back(places, fresh)
+        self._io.reached("put.after_rows")
+        return done
+
+    def _show(self, new: Pointers, old: Pointers) -> npt.NDArray[np.bool_]:
+        """Let new rows count in place of old ones; which of them do."""
         self.write_rows(new)
         self.kill(old[(old >= 0) & self._is_live(new)], "overwritten")
         # A segment that failed meanwhile has dropped what it held.
@@ -373,11 +397,14 @@ class Volume:
         self.records.enter(new[fine])
         self.records.touch(new[fine])
         self.refused["io"] += int((~fine).sum())
-        self.unpin(new)
-        self._io.reached("put.after_rows")
-        done = is_late.copy()
-        done[fresh[fine]] = True
-        return done
+        return fine
+
+    def _take_back(self, places: Pointers) -> None:
+        """Show nothing of values that are live in part."""
+        try:
+            self.kill(places, "interrupted")
+        except MemoryError:
+            self.forget(places[self._is_live(places)], "interrupted")
 
     def _is_live(self, places: Pointers) -> npt.NDArray[np.bool_]:
         is_live: npt.NDArray[np.bool_] = self.records.rows["state"][places] == LIVE
@@ -412,8 +439,10 @@ class Volume:
             dead.append(_sealed(bytes(row), self.files.of(place).binding(place)))
         self._withdraw(places, reason)
         self.records.rows[places] = np.frombuffer(b"".join(dead), ROW)
-        self.write_rows(places)
-        self._free(places[self.records.pins[places] == 0])
+        try:
+            self.write_rows(places)
+        finally:
+            self._free(places[self.records.pins[places] == 0])
 
     def forget(self, places: Pointers, reason: str) -> None:
         """`kill` in memory only, for records whose file is about to be emptied."""
