@@ -331,6 +331,34 @@ class TestSync:
         assert sum(after[path] != before[path] for path in after) == 1
         assert store.get_many(KEYS) == VALUES
 
+    def test_moving_a_failed_file_holds_one_value_at_a_time(self, tmp_path: Path) -> None:
+        """C7. However much is in the file: each value is written before the next one is read."""
+
+        class Order(FaultIO):
+            order = ""
+
+            def read(self, fd: int, buffer: WriteableBuffer, offset: int) -> int:
+                self.order += "r" * (memoryview(buffer).nbytes == 8192)
+                return super().read(fd, buffer, offset)
+
+            def write(self, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> int:
+                self.order += "w" * (sum(memoryview(buffer).nbytes for buffer in buffers) == 8192)
+                return super().write(fd, buffers, offset)
+
+        io, keys = Order(tmp_path), [*KEYS[:6], b"k" * 300]
+        with open_store(tmp_path / "s", io=io) as store:
+            store.sync()
+            assert store.put_many(keys, VALUES[:7]).all()
+            io.inject("sync", error(errno.EIO), nth=1)
+            io.order = ""
+            with pytest.raises(OSError, match="could not be synced"):
+                store.sync()
+            assert io.order == "rw" * 7
+            assert store.get_many(keys) == VALUES[:7]
+            store.validate()
+        with open_store(tmp_path / "s") as store:
+            assert store.get_many(keys) == VALUES[:7]
+
     def test_a_failed_sync_of_an_emptied_file_harms_nothing(
         self, tmp_path: Path, io: FaultIO
     ) -> None:

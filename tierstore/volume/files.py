@@ -12,7 +12,7 @@ import numpy as np
 
 from tierstore.errors import CapacityError, CorruptBlockError
 from tierstore.events import emit
-from tierstore.reads import LateReadError, Read, Reading, ReadPool
+from tierstore.reads import AlignedBuffers, LateReadError, Read, Reading, ReadPool
 from tierstore.sizes import format_size
 from tierstore.volume.format import (
     KEY_INLINE,
@@ -324,20 +324,30 @@ class SegmentFiles:
         long_key = int(row["key_bytes"]) if row["key_bytes"] > KEY_INLINE else 0
         return int(row["stored_bytes"]) + long_key
 
-    def reads(
-        self, places: Sequence[int], buffers: Sequence[memoryview], *, verify: bool = True
-    ) -> list[Read]:
+    def reads(self, places: Sequence[int], buffers: Sequence[memoryview]) -> list[Read]:
         """Requests that fill buffers with the payloads of pinned places, padded to whole pages.
 
         Buffers begin at multiples of 4 KiB. The lock must be held; not so for `perform`.
         """
-        requests = []
-        for place, buffer in zip(places, buffers, strict=True):
-            segment, size = self.of(place), self.disk_bytes(place)
-            check = self._check(segment, place, buffer[:size]) if verify else None
-            room = buffer[: whole_pages(size)]
-            requests.append(Read(segment.direct, segment.offset(place), room, check))
-        return requests
+        return [
+            self._request(self.of(place), place, buffer)
+            for place, buffer in zip(places, buffers, strict=True)
+        ]
+
+    def _request(self, segment: Segment, place: int, buffer: memoryview) -> Read:
+        size = self.disk_bytes(place)
+        check = self._check(segment, place, buffer[:size])
+        return Read(segment.direct, segment.offset(place), buffer[: whole_pages(size)], check)
+
+    def salvage(self, segment: Segment, place: int) -> memoryview | None:
+        """What is stored in a place of a segment that was given up, if it can be read and is right.
+
+        Requires: the segment has the header that it had.
+        """
+        buffer = AlignedBuffers(whole_pages(max(self.disk_bytes(place), 1)), 1).take()[0]
+        (outcome,) = self.perform([self._request(segment, place, buffer)], None)
+        stored_bytes = int(self._records.rows["stored_bytes"][place])
+        return buffer[:stored_bytes] if outcome is None else None
 
     def attempt(self, requests: list[Read]) -> list[Exception | None]:
         """`perform` without a deadline, and without counting what fails against the disk."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.events import emit
-from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.reads import LateReadError
 from tierstore.volume.capacity import segments_in
 from tierstore.volume.check import Check, Finding
 from tierstore.volume.files import Run, SegmentFiles
@@ -38,7 +38,6 @@ from tierstore.volume.format import (
     extent_size,
     payload_checksum,
     row_check,
-    whole_pages,
 )
 from tierstore.volume.health import Health
 from tierstore.volume.leftovers import Leftovers, discard_leftovers
@@ -619,15 +618,13 @@ class Volume:
         ) from error
 
     def replace(self, segment: Segment) -> None:
-        """Move what can be read of a segment elsewhere, and put a new file in its place."""
-        live = self.files.live(segment)
+        """Move what can be read of a segment elsewhere, and put a new file in its place.
+
+        One value at a time: memory does not grow with what the segment holds.
+        """
+        header, live = segment.header, self.files.live(segment)
+        keys = self.records.fields(live)
         self.records.pins[live] += 1
-        saved: list[tuple[bytes, memoryview, npt.NDArray[np.void]]] = []
-        for place in live.tolist():
-            buffer = self._read_one(place)
-            if buffer is not None:
-                row = self.records.rows[place].copy()
-                saved.append((self.records.key(place), buffer[: int(row["stored_bytes"])], row))
         self.forget(live, "io")
         self.files.give_up(segment)
         self.unpin(live)
@@ -635,20 +632,18 @@ class Volume:
             self.health.call(self.files.renew, segment)
         except OSError:
             self.health.errors["lost segment file"] += 1
-        for key, stored, row in saved:
+        segment.take(header)  # of the old file, which is open and has the payloads still
+        for i, place in enumerate(live.tolist()):
+            stored = self.files.salvage(segment, place)
+            if stored is None:
+                continue
+            row = self.records.rows[place].copy()
             # With a new sequence it would take the place of a value that is being put right now.
             one = Stored(
                 [stored], [int(row["value_bytes"])], int(row["codec"]), [int(row["valid"])],
                 sequences=[int(row["sequence"])],
             )  # fmt: skip
-            self.write(KeyFields([key]), one)
-
-    def _read_one(self, place: int) -> memoryview | None:
-        """A pinned record's payload, if it can be read and is right."""
-        size = whole_pages(max(self.files.disk_bytes(place), 1))
-        buffer = AlignedBuffers(size, 1).take()[0]
-        outcome = self.files.perform(self.files.reads([place], [buffer]), None)[0]
-        return buffer if outcome is None else None
+            self.write(keys.take(np.array([i])), one)
 
     def read(
         self, places: Sequence[int], buffers: Sequence[memoryview], deadline: float | None
