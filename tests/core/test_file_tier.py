@@ -159,3 +159,28 @@ def test_extents_that_cannot_be_coded_take_more_room(tmp_path: Path) -> None:
 def test_coded_blocks_take_less_room(tmp_path: Path) -> None:
     raw, coded = make(tmp_path / "a"), make(tmp_path / "b", codec=make_codec("k8v4", LAYOUT))
     assert coded.limit > 1.8 * raw.limit
+
+
+def test_files_of_others_survive_the_end_of_a_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E7."""
+    tier = make(tmp_path)
+    tier.resize(64)
+    (directory,) = (path for path in (tmp_path / "tier").iterdir())
+    foreign = [directory / "notes.txt", directory / "segments" / "mine", directory / "a" / "b"]
+    foreign[2].parent.mkdir()
+    for path in foreign:
+        path.write_text("mine")
+    tier.resize(0)
+    assert list(directory.rglob("*.seg")) == list(directory.rglob("data.mdb")) == []
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+    assert repr(str(foreign[1])) in caplog.records[-1].message
+    tier.resize(64)
+    tier.write(everything(64), blocks(64).numpy(), everything(64)).wait()
+    assert torch.equal(read(tier, 64), blocks(64))
+    foreign[1].unlink()
+    tier.resize(0)
+    assert repr(str(foreign[0])) in caplog.records[-1].message
+    assert sorted(path.name for path in directory.iterdir()) == ["a", "notes.txt"]
+    tier.close()

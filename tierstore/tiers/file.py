@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import shutil
+import logging
 from collections import OrderedDict
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
+from tierstore.events import emit
 from tierstore.identity import Identity
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.io import FileIO
@@ -22,6 +23,7 @@ from tierstore.tiers.memory import copy
 from tierstore.volume import Stored, Volume
 from tierstore.volume.capacity import capacity_of, directory_bytes
 from tierstore.volume.format import PAGE, KeyFields, extent_size, extents_in
+from tierstore.volume.leftovers import remove_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from tierstore.interfaces import Codec
     from tierstore.layout import BlockLayout
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 _OPEN_EXTENTS = 64
@@ -181,14 +185,20 @@ class FileTier(Tier):
             self._volume.kill(places[places >= 0], "dropped")
 
     def _remove(self) -> None:
-        """Have no slots, and no files."""
+        """Have no slots, and no files; what somebody else put beside them stays."""
         self._slots = 0
         self._open.clear()
         self._written.clear()
         if self._volume is not None:
             volume, self._volume = self._volume, None
             volume.abandon()
-            shutil.rmtree(volume.directory, ignore_errors=True)
+            try:
+                remove_namespace(volume.directory)
+            except ConfigError as error:
+                emit(
+                    _log, logging.WARNING, "files.left", f"{self.name}: {error}",
+                    tier=self.name, path=volume.directory, error=str(error),
+                )  # fmt: skip
 
     # Writing
 
