@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 import pytest
 from keyed_stores import (
@@ -41,7 +42,7 @@ from tierstore.volume.segment import Segment
 from tierstore.volume.space import FreePlaces, Space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
@@ -183,6 +184,43 @@ class TestNoSpace:
         manifest.commit(Commit(1, 3, is_clean=False), {})
         assert manifest.nbytes <= 1 << 17
         manifest.close()
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            Manifest.load, Manifest.all_keys, Manifest.damaged_keys,
+            lambda manifest: manifest.known(0, [0, 1]),
+            lambda manifest: manifest.forget([0]),
+            lambda manifest: manifest.remove([b"m"]),
+            lambda manifest: manifest.commit(Commit(1, 1, is_clean=True), {}),
+        ],
+    )  # fmt: skip
+    def test_what_lmdb_cannot_do_is_an_error_of_the_system(
+        self, tmp_path: Path, call: Callable[[Manifest], object]
+    ) -> None:
+        """C11. Whatever LMDB says, callers see an OSError."""
+        manifest = Manifest(FileIO(), str(tmp_path), b"i" * 16, 1 << 20, read_only=False)
+        manifest.close()
+        with pytest.raises(OSError, match="directory"):
+            call(manifest)
+
+    def test_a_map_that_cannot_grow_is_an_error_of_the_system(self, tmp_path: Path) -> None:
+        """C2."""
+
+        class Rigid:
+            def __init__(self, environment: lmdb.Environment) -> None:
+                self.begin, self.info = environment.begin, environment.info
+
+            def set_mapsize(self, size: int) -> None:
+                raise lmdb.Error("no such mapping")
+
+        manifest = Manifest(FileIO(), str(tmp_path), b"i" * 16, 1 << 20, read_only=False)
+        environment = manifest._env
+        manifest._env = Rigid(environment)
+        groups = {(0, group): (1, bytes(16)) for group in range(3000)}
+        with pytest.raises(OSError, match=r"was not written \(no such mapping"):
+            manifest.commit(Commit(1, 1, is_clean=True), groups)
+        environment.close()
 
     def test_a_disk_without_room_is_refused_when_the_store_opens(self, small_disk: Path) -> None:
         """C3."""
@@ -526,6 +564,30 @@ class TestDescriptors:
             open_store(tmp_path / "s", io=io)
         with open_store(tmp_path / "s") as store:
             assert store.get_many(KEYS) == VALUES
+
+    def test_too_many_open_files_are_no_damage_to_the_directory(self, tmp_path: Path) -> None:
+        """C12. LMDB opens its own files, and says in its own way that it cannot."""
+        with open_store(tmp_path / "s") as store:
+            store.put_many(KEYS, VALUES)
+        (file,) = tmp_path.rglob("data.mdb")
+        before, limits = file.stat().st_ino, resource.getrlimit(resource.RLIMIT_NOFILE)
+        there = len(os.listdir("/proc/self/fd"))
+        refusals = []
+        for most in range(there - 1, there + 30):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+            try:
+                open_store(tmp_path / "s").close()
+            except OSError as failure:
+                refusals.append(str(failure))
+            except ConfigError:
+                pass
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert file.stat().st_ino == before
+        assert any("data.mdb' cannot be opened" in refusal for refusal in refusals)
+        with open_store(tmp_path / "s") as store:
+            assert store.get_many(KEYS) == VALUES
+            assert store.stats().dropped == {}
 
     def test_ten_thousand_calls_leave_no_descriptor_behind(self, tmp_path: Path) -> None:
         """C12."""

@@ -15,7 +15,7 @@ from tierstore.errors import StoreMismatchError, TierOfflineError
 from tierstore.io import read_fully
 from tierstore.volume.format import DEAD, FREE, GROUP, LIVE, MAGIC, PAGE
 from tierstore.volume.lock import LOCK
-from tierstore.volume.manifest import FOLDER, group_of
+from tierstore.volume.manifest import FILES, FOLDER, group_of
 from tierstore.volume.namespace import (
     IDENTITY,
     SEGMENT_NAME,
@@ -43,7 +43,7 @@ FOREIGN = "foreign"
 _MOST_OF_A_KIND = 100
 """Findings of one kind in one file that are listed; the rest are counted."""
 
-_FILES = {"": {IDENTITY, LOCK}, SEGMENTS: set[str](), FOLDER: {"data.mdb", "lock.mdb"}}
+_FILES = {"": {IDENTITY, LOCK}, SEGMENTS: set[str](), FOLDER: set(FILES)}
 _FOLDERS = {SEGMENTS, FOLDER}
 _OPENING_KINDS = {
     "damaged identity": "identity",

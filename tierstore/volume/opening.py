@@ -170,7 +170,7 @@ class Opening:
                 self._complain(1, "damaged directory", os.path.join(self.directory, FOLDER))
                 if self._read_only:
                     return NoManifest(self.directory), None, Groups()
-                Manifest.discard(self.directory)
+                Manifest.discard(self._io, self.directory)
             else:
                 self._complain(damaged, "damaged directory entry", manifest.path)
                 return manifest, commit, groups
