@@ -539,7 +539,8 @@ class KeyedStore:
         """Compare files, tables, directory and memory, and verify every payload on disk.
 
         The store goes on serving meanwhile. With `fix`, what is damaged is dropped and all else
-        repaired, so that a second check finds foreign files at most: those are never touched.
+        repaired. A second check finds no more than foreign files, which are never touched, and what
+        the disk cannot read, which may be right and is kept.
         progress: called with bytes of payloads verified so far, and of all.
 
         OSError if the disk refuses a repair; call again.
