@@ -64,7 +64,8 @@ class KeyedStore:
     identity: whose values they are. Another identity is another namespace, with files of its own.
     disk: most bytes on disk; all of them are reserved when the store opens.
     dram: most bytes of values in memory in front of it; None for none.
-    codec: how values are coded on disk, as they are by default; part of the identity.
+    codec: how values are coded on disk, as they are by default; part of the identity, with its
+        parameters where decoding depends on them.
     admission: which values may be written to disk; a remote tier gets all of them.
     remote: a tier behind the disk, which other machines may share.
     verify: ``"reads"`` checks what comes from disk, ``"always"`` also what was just written.
@@ -117,7 +118,7 @@ class KeyedStore:
         self._process = os.getpid()
         self._is_closing = False
         self.volume = Volume(
-            path, replace(identity, codec=_name(self._codec)), capacity_bytes=disk_bytes,
+            path, replace(identity, codec=_signature(self._codec)), capacity_bytes=disk_bytes,
             segment_bytes=segment_bytes, recovery=recovery, read_only=read_only,
             io=FileIO() if io is None else io, threads=threads,
         )  # fmt: skip
@@ -586,8 +587,8 @@ def aligned_rows(count: int, nbytes: int) -> Bytes:
     return room[start : start + count * nbytes].reshape(count, nbytes)
 
 
-def _name(codec: Codec | None) -> str:
-    return "raw" if codec is None else codec.name
+def _signature(codec: Codec | None) -> str:
+    return "raw" if codec is None else codec.signature
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -155,10 +155,11 @@ class FileTier(Tier):
         self._slots = slots
 
     def _opened(self, capacity_bytes: int) -> Volume:
-        parts = ";".join(f"{p.name}:{p.dtype}:{p.shape}" for p in self.layout.parts)
-        codec = "raw" if self._codec is None else self._codec.name
-        identity = Identity(layout=parts[:255], block=(self._each, self.layout.block_bytes),
-                            codec=codec)  # fmt: skip
+        identity = Identity(
+            layout=self.layout.signature,
+            block=(self._each, self.layout.block_bytes),
+            codec="raw" if self._codec is None else self._codec.signature,
+        )
         return Volume(
             self.path, identity, capacity_bytes=capacity_bytes, segment_bytes=self._segment_bytes,
             recovery="quiet", read_only=False, io=self._io, evicts=False,
