@@ -296,7 +296,8 @@ class KeyedStore:
 
         ConfigError if a value is longer than m; nothing is copied then, unless it is the remote
         tier's. Rows of misses hold anything. Values of m bytes come from disk without a copy where
-        m is a multiple of 4 KiB and out begins at one, as `aligned_rows` makes it.
+        m is a multiple of 4 KiB and out begins at one, as `aligned_rows` makes it, and there is no
+        deadline; a disk that hangs may then write to out even after the store was closed.
         """
         self._check_open()
         _check_deadline(deadline)
