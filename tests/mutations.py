@@ -184,7 +184,7 @@ MUTATIONS = [
         [FAULTS],
     ),
     Mutation(
-        "use the buffer of a late read at once", "reads.py",
+        "use the buffer of a late read at once", "aligned.py",
         [(("            if isinstance(outcome, LateReadError):\n"
           "                outcome.when_settled("),
           "            if False:\n                outcome.when_settled(")],

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.aligned import AlignedBuffers, aligned_rows
 from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, CorruptBlockError, PolicyError
-from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.reads import LateReadError
 from tierstore.volume.format import whole_pages
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class Loader:
                 return None
             release = self._release_large
             try:
-                buffers = AlignedBuffers(rooms[0], 1).take()
+                buffers = [aligned_rows(1, rooms[0])[0].data]
             except MemoryError:
                 self._large.release()
                 raise

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from tierstore.arguments import Keys
     from tierstore.interfaces import Bytes, Pointers, RecordTier
     from tierstore.loading import Loader, Target
     from tierstore.volume import Volume
     from tierstore.volume.records import Visited
 
-    Keys = Sequence[bytes] | Bytes
     Take = Callable[[int, memoryview], None]
     Keep = Callable[
         [KeyFields, Sequence[memoryview], float | None, int | None], npt.NDArray[np.bool_]

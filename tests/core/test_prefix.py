@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from tierstore.arguments import Keys
     from tierstore.interfaces import Bytes, Pointers
-    from tierstore.keyed import Keys
     from tierstore.lease import Lease
 
 BLOCK = 64

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.aligned import AlignedBuffers
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.events import emit
 from tierstore.identity import Identity
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.io import FileIO
-from tierstore.reads import AlignedBuffers
 from tierstore.sizes import parse_size
 from tierstore.tiers.memory import copy
 from tierstore.volume import Stored, Volume

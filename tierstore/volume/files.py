@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import CapacityError, CorruptBlockError
 from tierstore.events import emit
-from tierstore.reads import AlignedBuffers, LateReadError, Read, Reading, ReadPool
+from tierstore.reads import LateReadError, Read, Reading, ReadPool
 from tierstore.sizes import format_size
 from tierstore.volume.format import (
     KEY_INLINE,
@@ -344,7 +345,7 @@ class SegmentFiles:
 
         Requires: the segment has the header that it had.
         """
-        buffer = AlignedBuffers(whole_pages(max(self.disk_bytes(place), 1)), 1).take()[0]
+        buffer = aligned_rows(1, whole_pages(max(self.disk_bytes(place), 1)))[0].data
         (outcome,) = self.perform([self._request(segment, place, buffer)], None)
         stored_bytes = int(self._records.rows["stored_bytes"][place])
         return buffer[:stored_bytes] if outcome is None else None

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import CorruptBlockError
-from tierstore.reads import AlignedBuffers
 from tierstore.volume.format import GROUP, KEY_INLINE, LIVE, whole_pages
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Verifier:
     def _batches(self, places: Pointers) -> Iterator[tuple[list[int], list[memoryview]]]:
         """Places with buffers for their payloads, all in one piece of memory."""
         rooms = [whole_pages(max(size, 1)) for size in self._sizes(places).tolist()]
-        memory = AlignedBuffers(max(_BYTES_AT_ONCE, *rooms, 0), 1).take()[0] if rooms else None
+        memory = aligned_rows(1, max(_BYTES_AT_ONCE, *rooms, 0))[0].data if rooms else None
         batch: list[int] = []
         buffers: list[memoryview] = []
         used = 0
