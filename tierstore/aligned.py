@@ -22,10 +22,17 @@ ALIGNMENT = mmap.PAGESIZE
 
 
 def aligned_rows(count: int, nbytes: int) -> Bytes:
-    """A zeroed array uint8 [count, nbytes] that begins at a multiple of `ALIGNMENT`."""
-    room: Bytes = np.zeros(count * nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + count * nbytes].reshape(count, nbytes)
+    """A zeroed array uint8 [count, nbytes] that begins at a multiple of `ALIGNMENT`.
+
+    MemoryError if the system does not give so much.
+    """
+    size = count * nbytes
+    try:
+        # Shared pages, the default, would be those of a fork too, which then changes ours.
+        pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes of aligned memory: {error}") from error
+    return np.frombuffer(pages, np.uint8, size).reshape(count, nbytes)
 
 
 class AlignedBuffers:
