@@ -754,13 +754,13 @@ class TestWrap:
         """E11."""
         for start in ((1 << 32) - 3, (1 << 53) - 3, (1 << 62) - 3, (1 << 63) - 40):
             with filled(tmp_path / f"{start}") as store:
-                store.volume._sequence = start
+                store.volume.sequence = start
                 for number in range(8):
                     assert store.put(b"a", b"%d" % number)
             with open_store(tmp_path / f"{start}") as store:
                 assert store.get(b"a") == b"7"
                 assert store.get_many(KEYS) == VALUES
-                assert store.volume._sequence >= start + 8
+                assert store.volume.sequence >= start + 8
 
     def test_offsets_beyond_4_gib_are_right(self, tmp_path: Path) -> None:
         """E11. A sparse file stands for one of 5 GiB."""
