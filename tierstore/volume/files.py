@@ -325,19 +325,23 @@ class SegmentFiles:
         long_key = int(row["key_bytes"]) if row["key_bytes"] > KEY_INLINE else 0
         return int(row["stored_bytes"]) + long_key
 
-    def reads(self, places: Sequence[int], buffers: Sequence[memoryview]) -> list[Read]:
+    def reads(
+        self, places: Sequence[int], buffers: Sequence[memoryview], *, verify: bool = True
+    ) -> list[Read]:
         """Requests that fill buffers with the payloads of pinned places, padded to whole pages.
 
         Buffers begin at multiples of 4 KiB. The lock must be held; not so for `perform`.
         """
         return [
-            self._request(self.of(place), place, buffer)
+            self._request(self.of(place), place, buffer, verify=verify)
             for place, buffer in zip(places, buffers, strict=True)
         ]
 
-    def _request(self, segment: Segment, place: int, buffer: memoryview) -> Read:
+    def _request(
+        self, segment: Segment, place: int, buffer: memoryview, *, verify: bool = True
+    ) -> Read:
         size = self.disk_bytes(place)
-        check = self._check(segment, place, buffer[:size])
+        check = self._check(segment, place, buffer[:size]) if verify else None
         return Read(segment.direct, segment.offset(place), buffer[: whole_pages(size)], check)
 
     def salvage(self, segment: Segment, place: int) -> memoryview | None:

@@ -144,7 +144,8 @@ class Manifest:
     def _entries(self) -> list[tuple[bytes, bytes | None]]:
         """Every key with its value, None for a damaged one."""
         with self._reading() as transaction:
-            return [(key, self._checked(key, value)) for key, value in transaction.cursor()]
+            entries = [(bytes(key), bytes(value)) for key, value in transaction.cursor()]
+        return [(key, self._checked(key, value)) for key, value in entries]
 
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction]:
@@ -161,7 +162,7 @@ class Manifest:
         with self._reading() as transaction:
             for group in groups:
                 key = _GROUP_KEY.pack(b"g", segment, group)
-                body = self._checked(key, transaction.get(key, b""))
+                body = self._checked(key, bytes(transaction.get(key, b"")))
                 if body is not None:
                     found[segment, group] = _GROUP.unpack(body)
         return found
