@@ -127,12 +127,14 @@ def test_a_remote_tier_that_fails_is_logged(
         assert {vars(record)["tier"] for record in caplog.records} == {"shared"}
 
 
-def test_a_prefetch_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefetch_that_fails_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(*_: object) -> None:
         raise MemoryError("none left")
 
     with KeyedStore(tmp_path / "kv", Identity(), disk="2MiB", dram="1MiB") as store:
-        store._serving.load = load  # type: ignore[method-assign]
+        monkeypatch.setattr(store._serving, "load", load)
         assert store.prefetch([b"key"]).wait(60)
     assert fields_of(caplog, "prefetch.failed")["error"] == "MemoryError('none left')"
 

@@ -204,7 +204,9 @@ class TestNoSpace:
         with pytest.raises(OSError, match="directory"):
             call(manifest)
 
-    def test_a_map_that_cannot_grow_is_an_error_of_the_system(self, tmp_path: Path) -> None:
+    def test_a_map_that_cannot_grow_is_an_error_of_the_system(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """C2."""
 
         class Rigid:
@@ -216,7 +218,7 @@ class TestNoSpace:
 
         manifest = Manifest(FileIO(), str(tmp_path), b"i" * 16, 1 << 20, read_only=False)
         environment = manifest._env
-        manifest._env = Rigid(environment)
+        monkeypatch.setattr(manifest, "_env", Rigid(environment))
         groups = {(0, group): (1, bytes(16)) for group in range(3000)}
         with pytest.raises(OSError, match=r"was not written \(no such mapping"):
             manifest.commit(Commit(1, 1, is_clean=True), groups)
