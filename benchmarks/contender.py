@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from tierstore.keyed import aligned_rows
+from tierstore.aligned import aligned_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -90,8 +90,8 @@ MUTATIONS = [
         [FAULTS],
     ),
     Mutation(
-        "go on with a file whose fsync failed", "volume/volume.py",
-        [(("                if self.files.by_number.get(segment.number) is segment:\n"
+        "go on with a file whose fsync failed", "volume/syncing.py",
+        [(("                if self._files.by_number.get(segment.number) is segment:\n"
           "                    self.replace(segment)\n"), "                pass\n")],
         [FAULTS],
     ),
@@ -104,18 +104,17 @@ MUTATIONS = [
     ),
     Mutation(
         "forget the tombstone", "volume/volume.py",
-        [(("        self.records.rows[places] = np.frombuffer(b\"\".join(dead), ROW)\n"
-          "        self.write_rows(places)\n"),
-          "        self.records.rows[places] = np.frombuffer(b\"\".join(dead), ROW)\n")],
+        [("        try:\n            self.write_rows(places)\n        finally:\n",
+          "        if True:\n")],
         [CONCURRENCY, SWEEP, MACHINE],
     ),
     Mutation(
-        "publish before the data is there", "volume/volume.py",
-        [("            failed = self.files.write(runs, pieces)\n",
+        "publish before the data is there", "volume/writing.py",
+        [("            failed = self._files.write(runs, pieces)\n",
           "            failed = list[int]()\n"),
          ("                return self._publish(keys, places, rows, epoch)\n",
           ("                done = self._publish(keys, places, rows, epoch)\n"
-          "            self.files.write(runs, pieces)\n            return done\n"))],
+          "            self._files.write(runs, pieces)\n            return done\n"))],
         [FAULTS, CONCURRENCY, SOAK],
     ),
     Mutation(
@@ -163,37 +162,37 @@ MUTATIONS = [
         [DAMAGE, ARGUMENTS],
     ),
     Mutation(
-        "let the put that arrives last win", "volume/volume.py",
+        "let the put that arrives last win", "volume/writing.py",
         [("        is_late[is_late] = sequences[current[is_late]] > rows[\"sequence\"][is_late]\n",
           "        is_late[:] = False\n")],
         [CONCURRENCY],
     ),
     Mutation(
-        "move values under new sequences", "volume/volume.py",
+        "move values under new sequences", "volume/syncing.py",
         [("                sequences=[int(row[\"sequence\"])],\n", "")],
         [CONCURRENCY],
     ),
     Mutation(
-        "publish into a store that was cleared meanwhile", "volume/volume.py",
-        [("        if self.is_closed or self.facts.epoch != epoch:\n",
-          "        if self.is_closed:\n")],
+        "publish into a store that was cleared meanwhile", "volume/writing.py",
+        [("        if self._volume.is_closed or self._volume.facts.epoch != epoch:\n",
+          "        if self._volume.is_closed:\n")],
         [CONCURRENCY],
     ),
     Mutation(
-        "show a put that came too late", "volume/volume.py",
+        "show a put that came too late", "volume/writing.py",
         [("if until is not None and time.monotonic() > until:\n", "if False:\n")],
         [FAULTS],
     ),
     Mutation(
-        "use the buffer of a late read at once", "reads.py",
+        "use the buffer of a late read at once", "aligned.py",
         [(("            if isinstance(outcome, LateReadError):\n"
           "                outcome.when_settled("),
           "            if False:\n                outcome.when_settled(")],
         [FAULTS],
     ),
     Mutation(
-        "forget that a clear failed half way", "volume/volume.py",
-        [("        if not self._is_identity_sure:", "        if False:")],
+        "forget that a clear failed half way", "volume/syncing.py",
+        [("        if not self.is_identity_sure:", "        if False:")],
         [FAULTS],
     ),
     Mutation(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tierstore.errors import CapacityError, TierOfflineError
+from tierstore.events import emit
 
 _Result = TypeVar("_Result")
 
@@ -134,7 +135,10 @@ def _work(waiting: _Jobs) -> None:
         try:
             call()
         except Exception as error:
-            _log.warning("a prefetch failed: %r", error)
+            emit(
+                _log, logging.WARNING, "prefetch.failed", f"a prefetch failed: {error!r}",
+                error=repr(error),
+            )  # fmt: skip
         finally:
             prefetch.finish()
         del job, call  # an idle worker must not keep the store alive

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import ConfigError
+from tierstore.kernels import keys as kernels
+from tierstore.kernels.threads import over_rows
 from tierstore.memory import HostBuffer
 from tierstore.sizes import format_size
 from tierstore.volume.format import LIVE, PAGE, extent_size
@@ -14,7 +16,7 @@ from tierstore.volume.space import FreePlaces
 
 if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, Ids, Pointers
-    from tierstore.volume.records import Records
+    from tierstore.volume.records import Records, Visited
 
 _SLABS = 32
 _SMALLEST_SLAB = 1 << 16
@@ -168,6 +170,19 @@ class HotCache:
     def value(self, page: int, nbytes: int) -> Bytes:
         """The value at a page; it stays while its record is pinned."""
         return self.bytes[page * PAGE : page * PAGE + nbytes]
+
+    def copy_out(self, visited: Visited, nbytes: int, out: Bytes, lengths: Pointers) -> None:
+        """Copy those of the values that are here to their rows of `out`, `nbytes` altogether.
+
+        `lengths` receives their sizes, -1 for the others. No value may be longer than a row.
+        """
+        pages, sizes = visited.pages, visited.sizes
+
+        def copy(first: int, last: int) -> None:
+            part = slice(first, last)
+            kernels.copy_out(self.bytes, PAGE, pages[part], sizes[part], out[part], lengths[part])
+
+        over_rows(len(pages), nbytes, copy)
 
     def has_pinned(self) -> bool:
         """Whether somebody reads a value in place."""

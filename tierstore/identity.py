@@ -17,14 +17,22 @@ _LONGEST = 255
 _MALFORMED = (ValueError, LookupError, TypeError, RecursionError)
 
 
+def fitting(text: str) -> str:
+    """The text itself, or where it is too long for an identity, its beginning and its digest."""
+    if len(text) <= _LONGEST:
+        return text
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return f"{text[: _LONGEST - len(digest) - 1]}#{digest}"
+
+
 @dataclass(frozen=True)
 class Identity:
     """The identity of a namespace. Stores of different identities never see each other's values.
 
     model: name or fingerprint of the model. weights: fingerprint of its weights, adapters included.
     dtype: element type of the blocks. layout: name of the block layout. block: shape of a block.
-    tenant: whose values they are; also a salt. codec: how values are coded on disk, which the store
-    fills in.
+    tenant: whose values they are; also a salt. codec: how values are coded on disk, with all that
+    decoding depends on; the store fills it in.
 
     ConfigError for a field of the wrong type, or text longer than 255 characters.
     """

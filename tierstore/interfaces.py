@@ -339,6 +339,14 @@ class Codec(ABC):
     is_lossless: bool
     unit_bytes: int = 1
 
+    @property
+    def signature(self) -> str:
+        """What codecs must have in common for one to read what the other wrote; the name, here.
+
+        Part of the identity of what is stored: at most 255 characters, the same in every process.
+        """
+        return self.name
+
     @abstractmethod
     def encode(self, blocks: Bytes) -> Bytes:
         """Stored bytes, uint8 [m], of blocks uint8 [n, nbytes]; m <= ``bound(blocks.nbytes)``.

@@ -7,49 +7,42 @@ its reason. What comes back is exactly what was put, or nothing.
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from tierstore.admission import Admission, AdmitAll
+from tierstore.arguments import check_choice, check_deadline, check_out, key_list, too_narrow, views
 from tierstore.background import Prefetch, Prefetcher, in_time
 from tierstore.deadlines import end_of
-from tierstore.errors import CapacityError, ConfigError, PolicyError, TierOfflineError
-from tierstore.events import emit
+from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.hot import HotCache
 from tierstore.identity import Identity
 from tierstore.interfaces import Codec
 from tierstore.io import FileIO
 from tierstore.kernels import keys as kernels
-from tierstore.kernels.threads import over_rows
 from tierstore.lease import Lease, Leases
 from tierstore.loading import Loader
 from tierstore.metrics import KeyedStats
-from tierstore.serving import Serving
+from tierstore.serving import Serving, say_failed
 from tierstore.sizes import parse_size
-from tierstore.volume import Finding, Stored, Volume
+from tierstore.storing import Storing
+from tierstore.volume import Finding, Volume
 from tierstore.volume.format import LIVE, PAGE, KeyFields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import numpy.typing as npt
 
+    from tierstore.arguments import Keys, Values
     from tierstore.interfaces import Bytes, Pointers, RecordTier
     from tierstore.volume.records import Visited
     from tierstore.volume.verifier import Progress
-
-    Keys = Sequence[bytes] | Bytes
-    Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
-
-_log = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE = 4096
 
@@ -68,7 +61,8 @@ class KeyedStore:
     identity: whose values they are. Another identity is another namespace, with files of its own.
     disk: most bytes on disk; all of them are reserved when the store opens.
     dram: most bytes of values in memory in front of it; None for none.
-    codec: how values are coded on disk, as they are by default; part of the identity.
+    codec: how values are coded on disk, as they are by default; part of the identity, with its
+        parameters where decoding depends on them.
     admission: which values may be written to disk; a remote tier gets all of them.
     remote: a tier behind the disk, which other machines may share.
     verify: ``"reads"`` checks what comes from disk, ``"always"`` also what was just written.
@@ -100,8 +94,8 @@ class KeyedStore:
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_choice("verify", verify, ("reads", "always"))
-        _check_choice("recovery", recovery, ("quiet", "strict"))
+        check_choice("verify", verify, ("reads", "always"))
+        check_choice("recovery", recovery, ("quiet", "strict"))
         if not isinstance(identity, Identity):
             raise ConfigError(f"identity={identity!r}: expected a tierstore.identity.Identity")
         disk_bytes = parse_size(disk, "disk")
@@ -111,30 +105,30 @@ class KeyedStore:
         segment_bytes = None if segment is None else parse_size(segment, "segment")
         if codec is not None and not isinstance(codec, Codec):
             raise ConfigError(f"codec={codec!r}: expected a tierstore.interfaces.Codec")
-        self._codec = None if codec is None or codec.code == 0 else codec
-        self._admission: Admission = AdmitAll() if admission is None else admission
-        if not isinstance(self._admission, Admission):
+        codec = None if codec is None or codec.code == 0 else codec
+        identity = replace(identity, codec="raw" if codec is None else codec.signature)
+        admission = AdmitAll() if admission is None else admission
+        if not isinstance(admission, Admission):
             raise ConfigError(f"admission={admission!r}: expected a tierstore.admission.Admission")
         self._remote = remote
-        self._verify = verify
-        self._clock = clock
         self._process = os.getpid()
         self._is_closing = False
         self.volume = Volume(
-            path, replace(identity, codec=_name(self._codec)), capacity_bytes=disk_bytes,
+            path, identity, capacity_bytes=disk_bytes,
             segment_bytes=segment_bytes, recovery=recovery, read_only=read_only,
             io=FileIO() if io is None else io, threads=threads,
         )  # fmt: skip
         self._prefetcher = Prefetcher()
         try:
-            self._loader = Loader(self.volume, self._codec)
+            self._loader = Loader(self.volume, codec)
             if dram_bytes is not None:
                 self._loader.hot = HotCache(dram_bytes, self.volume.records)
         except BaseException:  # no memory
             self.volume.close()
             raise
         self.volume.on_free = self._on_free
-        self._serving = Serving(self.volume, self._loader, remote, self._put_here)
+        self._storing = Storing(self.volume, self._loader, codec, admission, verify, clock)
+        self._serving = Serving(self.volume, self._loader, remote, self._storing.put)
         self._leases = Leases(self.volume, clock)
 
     @property
@@ -180,107 +174,23 @@ class KeyedStore:
         counts.
         """
         self._check_open()
-        _check_deadline(deadline)
-        fields, pieces = KeyFields(keys), _views(values)
+        check_deadline(deadline)
+        fields, pieces = KeyFields(keys), views(values)
         if len(pieces) != len(fields):
             raise ConfigError(f"{len(fields)} keys and {len(pieces)} values: expected one for each")
         self._leases.reap()
         until = end_of(deadline)
         try:
-            done = in_time(lambda: self._put_here(fields, pieces, until), deadline, "put")
+            done = in_time(lambda: self._storing.put(fields, pieces, until), deadline, "put")
         except TierOfflineError:
             done = np.zeros(len(fields), np.bool_)
         if self._remote is not None:
             try:
-                self._remote.write(_key_list(keys), [bytes(piece) for piece in pieces])
+                self._remote.write(key_list(keys), [bytes(piece) for piece in pieces])
             except OSError as error:
                 self.volume.refused["remote"] += len(pieces)
-                _say_failed(self._remote, error)
+                say_failed(self._remote, error)
         return done
-
-    def _put_here(
-        self,
-        fields: KeyFields,
-        pieces: Sequence[memoryview],
-        until: float | None,
-        keep: int | None = None,
-    ) -> npt.NDArray[np.bool_]:
-        """Store values on this machine, by the time `until`: later the caller's buffers may change.
-
-        keep: as for `Volume.write`.
-        """
-        done = self._admitted(fields, pieces)
-        latest = fields.latest() if len(fields) > 1 else np.zeros(1, np.int64)[: len(fields)]
-        chosen = np.flatnonzero(done & (latest == np.arange(len(fields))))
-        done[:] = False
-        if not len(chosen):
-            return done
-        own, values = fields, pieces
-        if len(chosen) < len(fields):
-            own, values = fields.take(chosen), [pieces[i] for i in chosen.tolist()]
-        try:
-            done[chosen] = self.volume.write(own, self._encoded(values), until, keep)
-        except (OSError, MemoryError) as error:
-            with self.volume.lock:
-                self.volume.refused[self._reason(error)] += len(chosen)
-        if self._verify == "always":
-            done[chosen] &= self._read_back(own)
-        is_last: npt.NDArray[np.bool_] = done[latest]
-        return is_last
-
-    def _reason(self, error: Exception) -> str:
-        """Why nothing could be written."""
-        if isinstance(error, MemoryError):
-            return "memory"
-        if self.volume.health.is_offline:
-            return "offline"
-        return "deadline" if isinstance(error, TierOfflineError) else "io"
-
-    def _admitted(self, fields: KeyFields, pieces: Sequence[memoryview]) -> npt.NDArray[np.bool_]:
-        if type(self._admission) is AdmitAll:
-            return np.ones(len(fields), np.bool_)
-        prints = np.empty(len(fields), np.uint64)
-        kernels.fingerprints(fields.fields, fields.lengths, prints)
-        sizes = np.array([piece.nbytes for piece in pieces], np.int64)
-        with self.volume.lock:
-            try:
-                verdicts = np.array(self._admission.admit(prints, sizes, self._clock()))
-            except Exception as error:
-                raise PolicyError(
-                    f"{type(self._admission).__name__}.admit raised {error!r}"
-                ) from error
-            if verdicts.shape != prints.shape or verdicts.dtype != np.bool_:
-                raise PolicyError(
-                    f"{type(self._admission).__name__}.admit returned {verdicts.dtype} "
-                    f"{verdicts.shape}: expected bool {prints.shape}"
-                )
-            if not verdicts.all():
-                self.volume.refused["admission"] += int((~verdicts).sum())
-        return verdicts
-
-    def _encoded(self, pieces: Sequence[memoryview]) -> Stored:
-        sizes = [piece.nbytes for piece in pieces]
-        if self._codec is None:
-            return Stored(pieces, sizes, 0)
-        return Stored([_coded(self._codec, piece) for piece in pieces], sizes, self._codec.code)
-
-    def _read_back(self, fields: KeyFields) -> npt.NDArray[np.bool_]:
-        """Which of them are on disk as they should be; the others are dropped."""
-        is_right: npt.NDArray[np.bool_] = np.zeros(len(fields), np.bool_)
-
-        def note(position: int, value: memoryview) -> None:
-            is_right[position] = True
-
-        with self.volume.lock:
-            places = self.volume.records.find(fields)
-            found = np.flatnonzero(places >= 0)
-            self.volume.pin(places[found])
-        try:
-            self._loader.load(places, found.tolist(), note, Counter(), None)
-        finally:
-            self.volume.drop_damaged(places[found[~is_right[found]]], "unverified")
-            self.volume.let_go(places[found])
-        return is_right
 
     def put(
         self,
@@ -299,29 +209,21 @@ class KeyedStore:
 
         ConfigError if a value is longer than m; nothing is copied then, unless it is the remote
         tier's. Rows of misses hold anything. Values of m bytes come from disk without a copy where
-        m is a multiple of 4 KiB and out begins at one, as `aligned_rows` makes it.
+        m is a multiple of 4 KiB and out begins at one, as `aligned_rows` makes it, and there is no
+        deadline; a disk that hangs may then write to out even after the store was closed.
         """
         self._check_open()
-        _check_deadline(deadline)
+        check_deadline(deadline)
         fields = KeyFields(keys)
-        _check_out(out, len(fields))
+        check_out(out, len(fields))
         lengths: Pointers = np.full(len(fields), -1, np.int64)
 
         def take_cached(visited: Visited) -> None:
-            pages, sizes = visited.pages, visited.sizes
-            longest, nbytes = kernels.to_copy(pages, sizes)
+            longest, nbytes = kernels.to_copy(visited.pages, visited.sizes)
             if longest > out.shape[1]:
-                raise ConfigError(_too_narrow(out, longest))
+                raise ConfigError(too_narrow(out, longest))
             if self.hot is not None and visited.hits:
-                cache = self.hot.bytes
-
-                def copy(first: int, last: int) -> None:
-                    part = slice(first, last)
-                    kernels.copy_out(
-                        cache, PAGE, pages[part], sizes[part], out[part], lengths[part]
-                    )
-
-                over_rows(len(fields), nbytes, copy)
+                self.hot.copy_out(visited, nbytes, out, lengths)
 
         is_aligned = out.ctypes.data % PAGE == 0 and out.strides == (out.shape[1], 1)
 
@@ -333,7 +235,7 @@ class KeyedStore:
 
         def take(position: int, value: memoryview) -> None:
             if len(value) > out.shape[1]:
-                raise ConfigError(_too_narrow(out, len(value)))
+                raise ConfigError(too_narrow(out, len(value)))
             source = np.frombuffer(value, np.uint8)
             if not np.may_share_memory(source, out):  # else it was read into its row
                 out[position, : len(value)] = source
@@ -347,7 +249,7 @@ class KeyedStore:
     def get_many(self, keys: Keys, *, deadline: float | None = None) -> list[bytes | None]:
         """The value of each key; None for a miss."""
         self._check_open()
-        _check_deadline(deadline)
+        check_deadline(deadline)
         fields = KeyFields(keys)
         values: list[bytes | None] = [None] * len(fields)
 
@@ -374,11 +276,11 @@ class KeyedStore:
             is_there: npt.NDArray[np.bool_] = self.volume.records.find(KeyFields(keys)) >= 0
         if self._remote is not None and not is_there.all():
             absent = np.flatnonzero(~is_there)
-            everything = _key_list(keys)
+            everything = key_list(keys)
             try:
                 found = self._remote.contains([everything[i] for i in absent.tolist()])
             except OSError as error:
-                _say_failed(self._remote, error)
+                say_failed(self._remote, error)
             else:
                 is_there[absent] = found
         return is_there
@@ -409,7 +311,7 @@ class KeyedStore:
         owner: for reports. seconds: from now on the lease lives; the store may end it after that.
         """
         self._check_open()
-        _check_deadline(deadline)
+        check_deadline(deadline)
         if not (isinstance(seconds, int | float) and seconds > 0):
             raise ConfigError(f"seconds={seconds!r} of a lease: expected more than 0")
         fields = KeyFields(keys)
@@ -478,7 +380,7 @@ class KeyedStore:
             self.volume.check_writable()
         was_there: npt.NDArray[np.bool_] = places >= 0
         if self._remote is not None:
-            self._remote.remove(_key_list(keys))
+            self._remote.remove(key_list(keys))
         return was_there
 
     def delete(self, key: bytes) -> bool:
@@ -501,7 +403,7 @@ class KeyedStore:
         TierOfflineError after `deadline` seconds.
         """
         self._check_open()
-        _check_deadline(deadline)
+        check_deadline(deadline)
         in_time(self.volume.sync, deadline, "sync")
 
     def resize(self, *, disk: int | str | None = None, dram: int | str | None = None) -> None:
@@ -553,7 +455,8 @@ class KeyedStore:
         """Compare files, tables, directory and memory, and verify every payload on disk.
 
         The store goes on serving meanwhile. With `fix`, what is damaged is dropped and all else
-        repaired, so that a second check finds foreign files at most: those are never touched.
+        repaired. A second check finds no more than foreign files, which are never touched, and what
+        the disk cannot read, which may be right and is kept.
         progress: called with bytes of payloads verified so far, and of all.
 
         OSError if the disk refuses a repair; call again.
@@ -567,7 +470,7 @@ class KeyedStore:
         OSError if the last sync failed, TierOfflineError after `deadline` seconds; the store is
         closed all the same.
         """
-        _check_deadline(deadline)
+        check_deadline(deadline)
         if os.getpid() != self._process or self._is_closing:
             return
         self._is_closing = True
@@ -590,87 +493,3 @@ class KeyedStore:
             self.volume.validate()
             if self.hot is not None:
                 self.hot.validate()
-
-
-def _say_failed(remote: RecordTier, error: OSError) -> None:
-    emit(
-        _log, logging.WARNING, "remote.failed", f"{remote.name}: {error}",
-        tier=remote.name, error=str(error),
-    )  # fmt: skip
-
-
-def aligned_rows(count: int, nbytes: int) -> Bytes:
-    """An array uint8 [count, nbytes] that begins at a multiple of 4 KiB, for `get_into`."""
-    room: Bytes = np.empty(count * nbytes + PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
-    return room[start : start + count * nbytes].reshape(count, nbytes)
-
-
-def _name(codec: Codec | None) -> str:
-    return "raw" if codec is None else codec.name
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
-
-
-def _views(values: Values) -> list[memoryview]:
-    """Each value as bytes, without a copy."""
-    try:
-        views = [
-            (value.data if isinstance(value, np.ndarray) else memoryview(value)).cast("B")
-            for value in values
-        ]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"values: expected contiguous bytes-like objects ({error}); pass arrays through "
-            "np.ascontiguousarray"
-        ) from error
-    if any(isinstance(value, np.ndarray) and value.dtype.hasobject for value in values):
-        raise ConfigError("values: expected contiguous bytes-like objects, found arrays of objects")
-    return views
-
-
-def _coded(codec: Codec, piece: memoryview) -> memoryview:
-    name = f"{type(codec).__name__}.encode"
-    try:
-        coded = codec.encode(np.frombuffer(piece, np.uint8)[None])
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        raise PolicyError(f"{name} raised {error!r}") from error
-    if not isinstance(coded, np.ndarray) or coded.dtype != np.uint8 or coded.ndim != 1:
-        raise PolicyError(f"{name} returned {type(coded).__name__}: expected uint8 [m]")
-    return np.ascontiguousarray(coded).data
-
-
-def _check_deadline(deadline: float | None) -> None:
-    if deadline is None:
-        return
-    if not (isinstance(deadline, int | float) and 0 <= deadline <= threading.TIMEOUT_MAX):
-        raise ConfigError(
-            f"deadline={deadline!r}: expected seconds from now, 0 or more, or None to wait"
-        )
-
-
-def _check_out(out: Bytes, count: int) -> None:
-    if not isinstance(out, np.ndarray):
-        raise ConfigError(f"out is a {type(out).__name__}: expected a NumPy array")
-    if out.ndim != 2 or out.dtype != np.uint8 or len(out) != count or not out.flags.writeable:
-        kind = "" if out.flags.writeable else "read-only "
-        raise ConfigError(
-            f"out is {kind}{out.dtype} {out.shape}: expected writable uint8 [{count}, bytes of a "
-            "value]"
-        )
-
-
-def _too_narrow(out: Bytes, nbytes: int) -> str:
-    return (
-        f"out has rows of {out.shape[1]} bytes: expected at least {nbytes}, the longest of these "
-        "values"
-    )
-
-
-def _key_list(keys: Keys) -> list[bytes]:
-    return [bytes(key) for key in keys]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tierstore.errors import ConfigError
+from tierstore.identity import fitting
 
 Blocks = Mapping[str, torch.Tensor]
 """Part name to values [n, *part.shape]."""
@@ -87,6 +88,11 @@ class BlockLayout:
         """Keys ``k`` and values ``v`` of `tokens` consecutive tokens of one KV head."""
         value_dim = head_dim if value_dim is None else value_dim
         return cls((Part("k", (tokens, head_dim), dtype), Part("v", (tokens, value_dim), dtype)))
+
+    @property
+    def signature(self) -> str:
+        """Names, types and shapes of the parts, as a text for identities."""
+        return fitting(";".join(f"{part.name}:{part.dtype}:{part.shape}" for part in self.parts))
 
     def part(self, name: str) -> Part:
         """The part called `name`; ConfigError names the known ones."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.aligned import AlignedBuffers, aligned_rows
 from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, CorruptBlockError, PolicyError
-from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.reads import LateReadError
 from tierstore.volume.format import whole_pages
 
 if TYPE_CHECKING:
@@ -79,6 +80,25 @@ class _Group:
         self.release(self.finish())
 
 
+@dataclass(slots=True)
+class _Wanted:
+    """What one caller wants: values of pinned `places`, named by their positions there.
+
+    deliver: gets each value with its position. misses: counts the others by reason. until: when to
+    give up, by `time.monotonic`. target: where a value may go straight from the disk.
+    """
+
+    places: Pointers
+    deliver: Callable[[int, memoryview], None]
+    misses: Counter[str]
+    until: float | None
+    target: Target | None
+
+    def place(self, position: int) -> int:
+        """The place of a position."""
+        return int(self.places[position])
+
+
 class Loader:
     """Reads, verifies and decodes values of one volume, and keeps them in memory if there is room.
 
@@ -113,54 +133,46 @@ class Loader:
         The places are pinned; the view is valid during the call. Others are counted in `misses` by
         reason, and their positions returned. target: where a value may go straight from the disk.
         """
-        until = end_of(deadline)
         delivered: set[int] = set()
 
         def hand_out(position: int, value: memoryview) -> None:
             deliver(position, value)
             delivered.add(position)
 
+        wanted = _Wanted(places, hand_out, misses, end_of(deadline), target)
         left = positions
         while left:
-            left = self._load_shared(places, left, hand_out, misses, until, target)
+            left = self._load_shared(wanted, left)
         return [position for position in positions if position not in delivered]
 
-    def _load_shared(
-        self,
-        places: Pointers,
-        positions: list[int],
-        deliver: Callable[[int, memoryview], None],
-        misses: Counter[str],
-        until: float | None,
-        target: Target | None,
-    ) -> list[int]:
+    def _load_shared(self, wanted: _Wanted, positions: list[int]) -> list[int]:
         """Load what nobody loads yet, and wait for the rest; returns what another gave up on."""
-        own, others = self._share(places, positions)
+        own, others = self._share(wanted, positions)
         try:
-            self._load_own(places, list(own), deliver, misses, until, target)
+            self._load_own(wanted, list(own))
         finally:
-            self._abandon(places, own)
+            self._abandon(wanted, own)
         again = []
         for position, load, done in others:
-            if not done.wait(left_until(until)):
-                misses["deadline"] += 1
+            if not done.wait(left_until(wanted.until)):
+                wanted.misses["deadline"] += 1
             elif load.value is not None:
-                deliver(position, memoryview(load.value))
-            elif load.reason == "deadline" and left_until(until) != 0:
+                wanted.deliver(position, memoryview(load.value))
+            elif load.reason == "deadline" and left_until(wanted.until) != 0:
                 again.append(position)
             else:
-                misses[load.reason] += 1
+                wanted.misses[load.reason] += 1
         return again
 
     def _share(
-        self, places: Pointers, positions: list[int]
+        self, wanted: _Wanted, positions: list[int]
     ) -> tuple[dict[int, _Load], list[tuple[int, _Load, threading.Event]]]:
         """Positions to read here, and those that somebody is reading already."""
         own: dict[int, _Load] = {}
         others: list[tuple[int, _Load, threading.Event]] = []
         with self._volume.lock:
             for position in positions:
-                place = int(places[position])
+                place = wanted.place(position)
                 load = self._loads.get(place)
                 if load is None:
                     own[position] = self._loads[place] = _Load()
@@ -168,60 +180,44 @@ class Loader:
                     others.append((position, load, load.join()))
         return own, others
 
-    def _abandon(self, places: Pointers, own: dict[int, _Load]) -> None:
+    def _abandon(self, wanted: _Wanted, own: dict[int, _Load]) -> None:
         """Let nobody wait for loads that did not happen.
 
         A load that did happen is forgotten by now, and its place may be loading for somebody else.
         """
         with self._volume.lock:
             for position, load in own.items():
-                place = int(places[position])
+                place = wanted.place(position)
                 if self._loads.get(place) is load:
                     del self._loads[place]
                     load.finish(None, load.reason)
 
-    def _load_own(
-        self,
-        places: Pointers,
-        positions: list[int],
-        deliver: Callable[[int, memoryview], None],
-        misses: Counter[str],
-        until: float | None,
-        target: Target | None,
-    ) -> None:
+    def _load_own(self, wanted: _Wanted, positions: list[int]) -> None:
         """Read values in groups, the next one while the one before is handed out."""
         waiting, under_way = positions, deque[_Group]()
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < _GROUPS:
-                    group = self._begin(places, waiting, until, target, wait=not under_way)
+                    group = self._begin(wanted, waiting, wait=not under_way)
                     if group is None:
                         break
                     under_way.append(group)
                     waiting = waiting[len(group.positions) :]
                 if not under_way:
-                    self._give_up(places, waiting, misses)
+                    self._give_up(wanted, waiting)
                     return
-                self._settle(places, under_way.popleft(), deliver, misses)
+                self._settle(wanted, under_way.popleft())
         finally:
             with ExitStack() as ends:  # each, whatever another raises
                 for group in under_way:
                     ends.callback(group.end)
 
-    def _begin(
-        self,
-        places: Pointers,
-        waiting: list[int],
-        until: float | None,
-        target: Target | None,
-        *,
-        wait: bool,
-    ) -> _Group | None:
+    def _begin(self, wanted: _Wanted, waiting: list[int], *, wait: bool) -> _Group | None:
         """Begin to read the first of those waiting; None if there are no buffers in time."""
-        rooms = [self._room(int(places[position])) for position in waiting[:_GROUP]]
+        rooms = [self._room(wanted.place(position)) for position in waiting[:_GROUP]]
         small = next((i for i, room in enumerate(rooms) if room > _STAGING_BYTES), len(rooms))
-        left = left_until(until) if wait else 0.0
-        straight = self._targets(places, waiting, target)
+        left = left_until(wanted.until) if wait else 0.0
+        straight = self._targets(wanted, waiting)
         if straight:
             buffers = straight
             release: Callable[[Sequence[Exception | None]], None] = _keep
@@ -230,7 +226,7 @@ class Loader:
                 return None
             release = self._release_large
             try:
-                buffers = AlignedBuffers(rooms[0], 1).take()
+                buffers = [aligned_rows(1, rooms[0])[0].data]
             except MemoryError:
                 self._large.release()
                 raise
@@ -242,22 +238,20 @@ class Loader:
             release = partial(self._staging.give, buffers)
         own = waiting[: len(buffers)]
         try:
-            wanted = [int(places[position]) for position in own]
-            finish = self._volume.begin_read(wanted, buffers, left_until(until))
+            places = [wanted.place(position) for position in own]
+            finish = self._volume.begin_read(places, buffers, left_until(wanted.until))
         except BaseException:
             release([None] * len(own))
             raise
         return _Group(own, buffers, finish, release)
 
-    def _targets(
-        self, places: Pointers, waiting: list[int], target: Target | None
-    ) -> list[memoryview]:
+    def _targets(self, wanted: _Wanted, waiting: list[int]) -> list[memoryview]:
         """Where the first of those waiting can go without a copy, as far as they all can."""
         found: list[memoryview] = []
-        if target is None or self._codec is not None:
+        if wanted.target is None or self._codec is not None:
             return found
         for position in waiting[:_STRAIGHT]:
-            buffer = target(position, self._volume.files.disk_bytes(int(places[position])))
+            buffer = wanted.target(position, self._volume.files.disk_bytes(wanted.place(position)))
             if buffer is None:
                 break
             found.append(buffer)
@@ -266,20 +260,14 @@ class Loader:
     def _release_large(self, outcomes: Sequence[Exception | None]) -> None:
         self._large.release()
 
-    def _give_up(self, places: Pointers, waiting: list[int], misses: Counter[str]) -> None:
+    def _give_up(self, wanted: _Wanted, waiting: list[int]) -> None:
         for position in waiting:
-            self._finish(int(places[position]), None, "deadline", misses)
+            self._finish(wanted.place(position), None, "deadline", wanted.misses)
 
     def _room(self, place: int) -> int:
         return whole_pages(max(self._volume.files.disk_bytes(place), 1))
 
-    def _settle(
-        self,
-        places: Pointers,
-        group: _Group,
-        deliver: Callable[[int, memoryview], None],
-        misses: Counter[str],
-    ) -> None:
+    def _settle(self, wanted: _Wanted, group: _Group) -> None:
         """Hand out what a group brought."""
         try:
             outcomes = group.finish()
@@ -290,7 +278,7 @@ class Loader:
             for position, buffer, outcome in zip(
                 group.positions, group.buffers, outcomes, strict=True
             ):
-                place, value = int(places[position]), None
+                place, value = wanted.place(position), None
                 if outcome is None:
                     try:
                         value = self._decoded(place, buffer)
@@ -298,9 +286,9 @@ class Loader:
                         # A traceback would keep the callers' frames, and what they hold, alive.
                         outcome = error.with_traceback(None)
                         self._volume.drop_damaged(np.array([place]), "codec")
-                self._finish(place, value, _reason(outcome), misses)
+                self._finish(place, value, _reason(outcome), wanted.misses)
                 if value is not None:
-                    deliver(position, value)
+                    wanted.deliver(position, value)
         finally:
             group.release(outcomes)
 

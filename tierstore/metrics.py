@@ -39,9 +39,10 @@ class KeyedStats:
     """What a keyed store holds and what happened since it was opened.
 
     records: values that it has. hits: values served, by tier. misses: by reason; ``absent`` was
-    never put, or is gone. refused: values not taken, by reason. dropped: values that are gone, by
-    reason. errors: failed calls of the disk, by name. disk_bytes, dram_bytes: occupied, tables and
-    directory included. metadata_bytes: tables in memory that describe the values. leases: held now.
+    never put, or is gone. refused: values not taken, by reason; ``all pinned`` had no room because
+    what is there is leased, or being read. dropped: values that are gone, by reason. errors: failed
+    calls of the disk, by name. disk_bytes, dram_bytes: occupied, tables and directory included.
+    metadata_bytes: tables in memory that describe the values. leases: held now.
     """
 
     records: int

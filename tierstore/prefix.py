@@ -66,15 +66,29 @@ class PrefixCache:
         blocks: uint8 [n, block_bytes], one row for each whole block of `tokens` after `first`.
         Those that are in the store are not written again; the store may refuse others.
         """
-        chain = Chain(tokens, self.block_tokens, extra)
+        chain = self.chain(tokens, extra=extra)
         self._check_blocks("blocks", blocks)
         if first < 0 or first + len(blocks) != len(chain):
             raise ConfigError(
                 f"blocks of {len(blocks)} rows, first={first}: expected {len(chain)} whole blocks "
                 f"in all for these {len(chain.ids)} tokens, {self.block_tokens} each"
             )
+        return self.put_chain(chain, blocks, first)
+
+    def chain(self, tokens: Tokens | Sequence[int], *, extra: bytes = b"") -> Chain:
+        """A prompt's keys and proofs, to be computed once where its blocks go in several steps."""
+        return Chain(tokens, self.block_tokens, extra)
+
+    def put_chain(self, chain: Chain, blocks: Bytes, first: int) -> int:
+        """`put` for a prompt from `chain`; the blocks need not reach its end."""
+        self._check_blocks("blocks", blocks)
+        last = first + len(blocks)
+        if not 0 <= first <= last <= len(chain):
+            raise ConfigError(
+                f"blocks of {len(blocks)} rows, first={first}: expected at most {len(chain)} in all"
+            )
         keys = self._keys(chain.digests)
-        missing = first + np.flatnonzero(~_contains(self.store, keys[first:]))
+        missing = first + np.flatnonzero(~_contains(self.store, keys[first:last]))
         stored = 0
         for rows in _batches(missing, self.block_bytes + chain.trailer_bytes):
             values = np.empty((len(rows), self.block_bytes + chain.trailer_bytes), np.uint8)
@@ -92,6 +106,10 @@ class PrefixCache:
         """
         return self._run(self._keys(hash_blocks(tokens, self.block_tokens, extra=extra)))
 
+    def match_chain(self, chain: Chain) -> int:
+        """`match` for a prompt from `chain`."""
+        return self._run(self._keys(chain.digests))
+
     def get_into(
         self,
         tokens: Tokens | Sequence[int],
@@ -106,11 +124,18 @@ class PrefixCache:
         out: uint8 [n, block_bytes], for n blocks at most; rows after the run are left alone.
         deadline: seconds from now, after which the rest is a miss.
         """
+        end = end_of(deadline)
+        chain = self.chain(tokens, extra=extra)
+        return self.get_chain_into(chain, out, first, left_until(end))
+
+    def get_chain_into(
+        self, chain: Chain, out: Bytes, first: int = 0, deadline: float | None = None
+    ) -> int:
+        """`get_into` for a prompt from `chain`."""
         self._check_blocks("out", out)
         if first < 0:
             raise ConfigError(f"first={first}: expected the number of a block, 0 or more")
         end = end_of(deadline)
-        chain = Chain(tokens, self.block_tokens, extra)
         keys, trailers = self._keys(chain.digests)[first:], chain.trailers[first:]
         size, got = self.block_bytes + chain.trailer_bytes, 0
         batches = _batches(np.arange(self._run(keys[: len(out)])), size)
@@ -135,7 +160,7 @@ class PrefixCache:
 
         owner, seconds: who holds it, and for how long at most.
         """
-        chain = Chain(tokens, self.block_tokens, extra)
+        chain = self.chain(tokens, extra=extra)
         keys = self._keys(chain.digests)
         run = self._run(keys)
         while True:
@@ -166,9 +191,10 @@ class PrefixCache:
 
         tail: uint8 [m], the bytes of the tokens after the last whole block. They are the name's
         own. A name that stood for other tokens holds the new ones instead; blocks that nobody
-        holds any more are deleted, as by `forget`. Refused, nothing has changed.
+        holds any more are deleted, as by `forget`. Refused, nothing has changed, but that an
+        earlier tail may be lost.
         """
-        chain = Chain(tokens, self.block_tokens, extra)
+        chain = self.chain(tokens, extra=extra)
         if tail is not None:
             _check_tail("tail", tail)
             if not len(chain.tail_ids):
@@ -181,9 +207,14 @@ class PrefixCache:
         )
         with self._references.lock:
             self._references.forget_lost(self.store)
-            if not self.store.put(entry_key(name), prefix.pack()):
+            # A tail proves its tokens, so one beside an entry of other tokens is a miss.
+            if tail is not None and not self.store.put(tail_key(name), _with_proof(tail, chain)):
                 return False
-            if tail is None or not self.store.put(tail_key(name), _with_proof(tail, chain)):
+            if not self.store.put(entry_key(name), prefix.pack()):
+                if tail is not None:
+                    self.store.delete(tail_key(name))
+                return False
+            if tail is None:
                 self.store.delete(tail_key(name))
             self._hold(name, prefix.block_keys())
         return True

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.deadlines import end_of, left_until
-from tierstore.errors import CapacityError, ConfigError, TierOfflineError
+from tierstore.errors import ConfigError, TierOfflineError
 from tierstore.io import read_fully
 
 if TYPE_CHECKING:
@@ -432,76 +430,3 @@ class ReadPool:
             batch.answered.wait(left_until(until))
             batch.answered.set()
         return not any(worker.is_alive() for worker in self._queue.workers)
-
-
-class AlignedBuffers:
-    """A fixed number of buffers at multiples of 4 KiB, taken and given back; any thread may.
-
-    Parameters
-    ----------
-    block_bytes: size of a buffer.
-    count: how many there are.
-    """
-
-    def __init__(self, block_bytes: int, count: int) -> None:
-        if block_bytes <= 0 or count <= 0:
-            raise ConfigError(
-                f"AlignedBuffers({block_bytes}, {count}): expected a size and a number above 0"
-            )
-        stride = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Shared pages, the default, would be those of a fork too, which then changes ours.
-        pages = memoryview(
-            mmap.mmap(-1, stride * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )
-        self.block_bytes = block_bytes
-        self.nbytes = stride * count
-        """Bytes of all buffers together."""
-        self._free = [pages[at : at + block_bytes] for at in range(0, self.nbytes, stride)]
-        self._taken: dict[int, memoryview] = {}
-        self._given = threading.Condition()
-
-    @property
-    def free(self) -> int:
-        """Buffers that nobody has."""
-        return len(self._free)
-
-    def take(self, count: int = 1, deadline: float | None = None) -> list[memoryview]:
-        """From one to `count` buffers of `block_bytes`: what is free, but wait for the first.
-
-        CapacityError if there is none after `deadline` seconds. Give back what you hold before you
-        wait for more, or everybody waits for ever.
-        """
-        with self._given:
-            if not self._given.wait_for(lambda: self._free, deadline):
-                raise CapacityError(
-                    f"none of {len(self._taken)} staging buffers became free in {deadline} s: "
-                    "read less at once, or have more of them"
-                )
-            taken, self._free = self._free[-count:], self._free[:-count]
-            self._taken.update((id(buffer), buffer) for buffer in taken)
-            return taken
-
-    def give(
-        self, buffers: Sequence[memoryview], outcomes: Sequence[Exception | None] = ()
-    ) -> None:
-        """Return buffers from `take`: those very objects, each once.
-
-        outcomes: of the reads into them, one each. A buffer of a late read becomes free when the
-        read is settled.
-        """
-        late = [outcome for outcome in outcomes if isinstance(outcome, LateReadError)]
-        if not late:
-            self._free_again(buffers)
-            return
-        for buffer, outcome in zip(buffers, outcomes, strict=True):
-            if isinstance(outcome, LateReadError):
-                outcome.when_settled(partial(self._free_again, [buffer]))
-            else:
-                self._free_again([buffer])
-
-    def _free_again(self, buffers: Sequence[memoryview]) -> None:
-        with self._given:
-            for buffer in buffers:
-                del self._taken[id(buffer)]
-                self._free.append(buffer)
-            self._given.notify(len(buffers))

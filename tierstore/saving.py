@@ -59,17 +59,15 @@ def save_segments(
     """
     each = _blocks_each(cache, store, segments)
     total = min(len(tokens) // cache.block_tokens, int(store.space.blocks[segments].min()) // each)
-    whole = tokens[: total * cache.block_tokens]
-    first = cache.match(whole, extra=extra)
-    step = max(1, _BYTES_AT_ONCE // cache.block_bytes)
+    chain = cache.chain(tokens[: total * cache.block_tokens], extra=extra)
+    first, step = cache.match_chain(chain), _step(cache)
     for start in range(first, total, step):
         count = min(step, total - start)
         read: Bytes = np.empty((len(segments), count * each, store.layout.block_bytes), np.uint8)
         store.read(segments, start * each, count * each, read)
         blocks = read.reshape(len(segments), count, -1).swapaxes(0, 1).reshape(count, -1)
-        part = whole[: (start + count) * cache.block_tokens]
-        cache.put(part, blocks, first=start, extra=extra)
-    return cache.match(whole, extra=extra) * cache.block_tokens
+        cache.put_chain(chain, blocks, start)
+    return cache.match_chain(chain) * cache.block_tokens
 
 
 def load_segments(
@@ -90,16 +88,21 @@ def load_segments(
             f"segments {segments.tolist()} have {store.space.blocks[segments].tolist()} blocks: "
             "expected empty ones"
         )
-    step = max(1, _BYTES_AT_ONCE // cache.block_bytes)
+    chain, step = cache.chain(tokens, extra=extra), _step(cache)
     out: Bytes = np.empty((step, cache.block_bytes), np.uint8)
     count, start = step, 0
     while count == step:
-        count = cache.get_into(tokens, out, first=start, extra=extra)
+        count = cache.get_chain_into(chain, out, start)
         shape = (count, len(segments), each * store.layout.block_bytes)
         blocks = np.ascontiguousarray(out[:count].reshape(shape).swapaxes(0, 1))
         store.append(segments, blocks.reshape(len(segments), -1, store.layout.block_bytes))
         start += count
     return int(store.space.blocks[segments[0]]) * store.layout.tokens
+
+
+def _step(cache: PrefixCache) -> int:
+    """Blocks of the cache that are copied at once."""
+    return max(1, _BYTES_AT_ONCE // cache.block_bytes)
 
 
 def _blocks_each(cache: PrefixCache, store: BlockStore, segments: Ids) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from tierstore.deadlines import end_of, left_until
 from tierstore.errors import TierOfflineError
+from tierstore.events import emit
 from tierstore.hot import HotCache
 from tierstore.volume.format import KeyFields
 
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from tierstore.arguments import Keys
     from tierstore.interfaces import Bytes, Pointers, RecordTier
     from tierstore.loading import Loader, Target
     from tierstore.volume import Volume
     from tierstore.volume.records import Visited
 
-    Keys = Sequence[bytes] | Bytes
     Take = Callable[[int, memoryview], None]
     Keep = Callable[
         [KeyFields, Sequence[memoryview], float | None, int | None], npt.NDArray[np.bool_]
@@ -145,7 +146,7 @@ class Serving:
         except OSError as error:
             with self.counting:
                 self.misses[remote.name] += len(wanted)
-            _log.warning("%s: %s", remote.name, error)
+            say_failed(remote, error)
             return set()
         found = {
             position: (key, memoryview(value))
@@ -206,3 +207,11 @@ class Serving:
     def load(self, keys: Keys, fields: KeyFields) -> None:
         """Bring values into memory."""
         self.serve(keys, fields, lambda visited: None, lambda position, value: None, None)
+
+
+def say_failed(remote: RecordTier, error: OSError) -> None:
+    """Log that the remote tier could not do what it was asked for."""
+    emit(
+        _log, logging.WARNING, "remote.failed", f"{remote.name}: {error}",
+        tier=remote.name, error=str(error),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import errno
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -101,6 +101,42 @@ def test_a_disk_that_is_given_up_is_logged_once(
     assert fields_of(caplog, "tier.offline")["errors"] == {"EIO": OFFLINE_AFTER}
     io.heal()
     store.close()
+
+
+class Unplugged:
+    """A remote tier whose network is gone."""
+
+    name = "shared"
+
+    def read(self, keys: list[bytes], deadline: float | None) -> list[bytes | None]:
+        raise OSError("no route")
+
+    def contains(self, keys: list[bytes]) -> list[bool]:
+        raise OSError("no route")
+
+
+def test_a_remote_tier_that_fails_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote: Any = Unplugged()
+    with KeyedStore(tmp_path / "kv", Identity(), disk="2MiB", remote=remote) as store:
+        caplog.clear()
+        assert store.get(b"key") is None
+        assert not store.contains(b"key")
+        assert events(caplog) == ["remote.failed"] * 2
+        assert {vars(record)["tier"] for record in caplog.records} == {"shared"}
+
+
+def test_a_prefetch_that_fails_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise MemoryError("none left")
+
+    with KeyedStore(tmp_path / "kv", Identity(), disk="2MiB", dram="1MiB") as store:
+        monkeypatch.setattr(store._serving, "load", load)
+        assert store.prefetch([b"key"]).wait(60)
+    assert fields_of(caplog, "prefetch.failed")["error"] == "MemoryError('none left')"
 
 
 def test_nothing_is_printed_by_an_application_that_configures_nothing() -> None:

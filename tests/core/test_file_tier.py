@@ -122,6 +122,24 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> No
     tier.close()
 
 
+def test_fewer_slots_keep_their_blocks_wherever_these_are(tmp_path: Path) -> None:
+    """Written in turns from both ends, what stays is in as many files as what goes."""
+    n, tier = 120, make(tmp_path, extent_bytes=4096)
+    stored, extents = blocks(n), everything(n).reshape(-1, 2)
+    tier.resize(n)
+    for low, high in zip(extents[:30], extents[:29:-1], strict=True):
+        rows = np.concatenate([low, high])
+        tier.write(rows, stored.numpy(), rows).wait()
+    assert len(list(tmp_path.rglob("*.seg"))) == 2
+    tier.resize(n // 2)
+    assert tier.capacity == n // 2
+    assert torch.equal(read(tier, n // 2), stored[: n // 2])
+    tier.resize(n // 2 + 2)
+    tier.resize(n)
+    assert torch.equal(read(tier, n // 2), stored[: n // 2])
+    tier.close()
+
+
 def test_extents_are_whole_pages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multiple of 4096"):
         make(tmp_path, extent_bytes=1000)
@@ -141,3 +159,28 @@ def test_extents_that_cannot_be_coded_take_more_room(tmp_path: Path) -> None:
 def test_coded_blocks_take_less_room(tmp_path: Path) -> None:
     raw, coded = make(tmp_path / "a"), make(tmp_path / "b", codec=make_codec("k8v4", LAYOUT))
     assert coded.limit > 1.8 * raw.limit
+
+
+def test_files_of_others_survive_the_end_of_a_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E7."""
+    tier = make(tmp_path)
+    tier.resize(64)
+    (directory,) = (path for path in (tmp_path / "tier").iterdir())
+    foreign = [directory / "notes.txt", directory / "segments" / "mine", directory / "a" / "b"]
+    foreign[2].parent.mkdir()
+    for path in foreign:
+        path.write_text("mine")
+    tier.resize(0)
+    assert list(directory.rglob("*.seg")) == list(directory.rglob("data.mdb")) == []
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+    assert repr(str(foreign[1])) in caplog.records[-1].message
+    tier.resize(64)
+    tier.write(everything(64), blocks(64).numpy(), everything(64)).wait()
+    assert torch.equal(read(tier, 64), blocks(64))
+    foreign[1].unlink()
+    tier.resize(0)
+    assert repr(str(foreign[0])) in caplog.records[-1].message
+    assert sorted(path.name for path in directory.iterdir()) == ["a", "notes.txt"]
+    tier.close()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from tierstore.arguments import Keys
     from tierstore.interfaces import Bytes, Pointers
-    from tierstore.keyed import Keys
     from tierstore.lease import Lease
 
 BLOCK = 64
@@ -708,15 +708,32 @@ def test_a_refused_name_changes_nothing(
     assert contents(store) == {}
 
 
-def test_a_refused_tail_is_a_miss(
+def test_a_refused_tail_refuses_the_name_and_changes_nothing(
     cache: PrefixCache, store: KeyedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, tails = store.put, random_blocks(2, block=10)
     cache.retain(b"a", [*A, 1], tails[0])
+    before = contents(store)
     monkeypatch.setattr(store, "put", lambda key, value: key[:5] != b"tail:" and put(key, value))
-    assert cache.retain(b"a", [*A, 2], tails[1])
+    assert not cache.retain(b"a", [*A, 2], tails[1])
+    assert not cache.retain(b"b", [*A, 2], tails[1])
+    assert contents(store) == before
+    assert read_tail(cache, b"a") == (1, tails[0].tobytes())
+
+
+def test_a_refused_entry_never_shows_the_tail_of_other_tokens(
+    cache: PrefixCache, store: KeyedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, tails = store.put, random_blocks(2, block=10)
+    cache.retain(b"a", [*A, 1], tails[0])
+    monkeypatch.setattr(store, "put", lambda key, value: key[:5] == b"tail:" and put(key, value))
+    assert not cache.retain(b"a", [*A, 2], tails[1])
     assert read_tail(cache, b"a") == (0, bytes(10))
-    assert b"tail:a" not in store
+    found = cache.find(b"a")
+    assert found is not None
+    assert found.tokens.tolist() == [*A, 1]
+    assert not cache.retain(b"b", [*A, 2], tails[1])
+    assert list(store.keys(b"tail:")) == []
 
 
 def test_names_survive_reopening(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.aligned import AlignedBuffers
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.io import FileIO
-from tierstore.reads import AlignedBuffers, LateReadError, Read, ReadPool
+from tierstore.reads import LateReadError, Read, ReadPool
 from tierstore.testing import FaultIO
 from tierstore.testing.faults import error, hanging, short
 

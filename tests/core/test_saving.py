@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from tierstore.errors import ConfigError
 from tierstore.identity import Identity
@@ -107,6 +108,25 @@ def test_many_pieces_come_in_turns(cache: PrefixCache, monkeypatch: pytest.Monke
     other, empty, _ = filled(0)
     assert load_segments(cache, PROMPT, other, empty) == 96
     assert np.array_equal(content_of(other, empty), content)
+
+
+def test_a_prompt_is_hashed_once_however_many_steps_it_takes(
+    cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.saving._BYTES_AT_ONCE", cache.block_bytes)
+    hashed: list[bytes] = []
+
+    def digest(data: bytes) -> bytes:
+        hashed.append(data)
+        return xxhash.xxh3_128_digest(data)
+
+    monkeypatch.setattr("tierstore.chain.xxh3_128_digest", digest)
+    store, segments, _ = filled(24)
+    assert save_segments(cache, PROMPT[:96], store, segments) == 96
+    assert len(hashed) == 12
+    other, empty, _ = filled(0)
+    assert load_segments(cache, PROMPT[:96], other, empty) == 96
+    assert len(hashed) == 24
 
 
 @pytest.mark.parametrize(("segments", "block_tokens"), [(0, 8), (GROUP, 6), (GROUP, 0)])

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,11 +38,12 @@ from keyed_stores import (
 
 import tierstore
 from tierstore.admission import AdmitAfter, EnduranceBudget
-from tierstore.codecs import ShuffleZstdCodec
+from tierstore.codecs import Int4Codec, Int8Codec, ShuffleZstdCodec
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, StoreMismatchError
 from tierstore.identity import Facts, Identity
 from tierstore.io import FileIO
 from tierstore.keyed import KeyedStore
+from tierstore.layout import BlockLayout, Part
 from tierstore.testing.clock import FakeClock
 from tierstore.volume.format import (
     LIVE,
@@ -55,6 +58,10 @@ from tierstore.volume.format import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tierstore.interfaces import Codec
+
+BF16 = torch.bfloat16
+KV = BlockLayout.kv(8, 64, BF16)
 EDGES = [1, 2, 39, 40, 41, 47, 48, 49, 50, 255, 256, 510, 511]
 
 
@@ -400,6 +407,42 @@ class TestIdentity:
         assert "dtype is '', expected 'float16'" in str(raised.value)
         assert changed(before, everything(tmp_path)) == set()
 
+    @pytest.mark.parametrize(
+        ("other", "difference"),
+        [
+            (Int4Codec(KV, 64), "int4/32;"), (Int4Codec(BlockLayout.kv(16, 32, BF16)), "(8, 64)"),
+            (Int4Codec(BlockLayout.kv(8, 64, torch.float16)), "bfloat16"), (Int8Codec(KV), "int4"),
+        ],
+        ids=["value group", "shape", "type", "bits"],
+    )  # fmt: skip
+    def test_a_codec_with_other_parameters_is_another_identity(
+        self, tmp_path: Path, other: Codec, difference: str
+    ) -> None:
+        """E6. Blocks of one size, coded bytes of one length: another layout would read nonsense."""
+        value = content(3, KV.block_bytes)
+        options: dict[str, Any] = {"disk": "512KiB", "segment": SEGMENT}
+        with KeyedStore(tmp_path / "s", IDENTITY, codec=Int4Codec(KV), **options) as store:
+            folder = Path(store.volume.directory)
+            assert store.put(b"a", value)
+        with KeyedStore(tmp_path / "s", IDENTITY, codec=other, **options) as store:
+            assert store.get(b"a") is None
+            found, expected = store.volume.directory, store.identity.codec
+        shutil.rmtree(found)
+        folder.rename(found)
+        with pytest.raises(StoreMismatchError) as raised:
+            KeyedStore(tmp_path / "s", IDENTITY, codec=other, **options)
+        assert difference in str(raised.value)
+        assert f"expected {expected!r}" in str(raised.value)
+
+    def test_a_long_signature_is_cut_and_still_tells_layouts_apart(self) -> None:
+        """E6."""
+        shared = tuple(Part(chr(97 + i) * 20, (8, 4), BF16) for i in range(11))
+        one, two = (BlockLayout((*shared, Part("last", (8, n), BF16))) for n in (4, 8))
+        assert len(one.signature) == len(Int8Codec(one).signature) == 255
+        assert one.signature[:222] == two.signature[:222]
+        assert one.signature != two.signature
+        assert Int8Codec(one).signature != Int8Codec(two).signature
+
     def test_files_of_another_store_are_refused(self, tmp_path: Path) -> None:
         """E6."""
         with filled(tmp_path / "s") as store:
@@ -711,13 +754,13 @@ class TestWrap:
         """E11."""
         for start in ((1 << 32) - 3, (1 << 53) - 3, (1 << 62) - 3, (1 << 63) - 40):
             with filled(tmp_path / f"{start}") as store:
-                store.volume._sequence = start
+                store.volume.sequence = start
                 for number in range(8):
                     assert store.put(b"a", b"%d" % number)
             with open_store(tmp_path / f"{start}") as store:
                 assert store.get(b"a") == b"7"
                 assert store.get_many(KEYS) == VALUES
-                assert store.volume._sequence >= start + 8
+                assert store.volume.sequence >= start + 8
 
     def test_offsets_beyond_4_gib_are_right(self, tmp_path: Path) -> None:
         """E11. A sparse file stands for one of 5 GiB."""

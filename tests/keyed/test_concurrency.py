@@ -325,10 +325,10 @@ class TestLeased:
         there = [key for key in [*KEYS, *large] if key in store]
         lease = store.lease_many(there, owner="test", seconds=1000)
         before = [bytes(view) for view in lease.values if view is not None]
-        refused = store.stats().refused.get("no room", 0)
+        no_room = store.stats().refused.get("no room", 0)
         for number in range(3):
             assert not store.put(b"y %d" % number, bytes(16_000))
-        assert store.stats().refused == {"no room": refused + 3}
+        assert store.stats().refused == {"no room": no_room, "all pinned": 3}
         assert [bytes(view) for view in lease.values if view is not None] == before
         assert store.contains_many(there).all()
         with pytest.raises(CapacityError, match="release leases first"):
@@ -337,6 +337,27 @@ class TestLeased:
         assert store.put(b"y", bytes(16_000))
         store.resize(disk="192KiB")
         assert store.stats().disk_bytes <= 192 << 10
+
+    def test_a_put_is_refused_while_everything_that_was_cleared_is_leased(
+        self, store: KeyedStore
+    ) -> None:
+        """D6."""
+        store.clear()
+        large = [b"x %d" % i for i in range(30)]
+        store.put_many(large, [bytes(16_000)] * 30)
+        lease = store.lease_many(list(store.keys()), owner="test", seconds=1000)
+        store.clear()
+        before = store.stats().refused
+        assert not store.put(b"y", bytes(16_000))
+        assert store.stats().refused == {**before, "all pinned": 1}
+        lease.release()
+        assert store.put(b"y", bytes(16_000))
+
+    def test_a_batch_larger_than_the_store_has_no_room(self, store: KeyedStore) -> None:
+        """D6. Nobody holds anything: waiting for a release would be in vain."""
+        large = [b"x %d" % i for i in range(30)]
+        done = store.put_many(large, [bytes(16_000)] * 30)
+        assert store.stats().refused == {"no room": int((~done).sum())}
 
     def test_a_leased_value_stays_when_it_is_replaced_deleted_or_cleared(
         self, store: KeyedStore

@@ -697,6 +697,23 @@ def test_a_directory_that_lmdb_must_not_map_is_built_anew(
         assert_found(store, names)
 
 
+def test_files_of_others_survive_a_directory_that_is_built_anew(tmp_path: Path) -> None:
+    """A11, E7."""
+    fill(tmp_path / "s", keys(10), segments=6, segment=64 * KIB)
+    folder = raw.namespace(tmp_path / "s") / "directory"
+    foreign = [folder / "data.mdb.bak", folder / "old" / "data.mdb"]
+    foreign[1].parent.mkdir()
+    for path in foreign:
+        path.write_text("mine")
+    _of_one_byte(folder / "data.mdb")
+    with open_store(tmp_path / "s", segments=6, segment=64 * KIB) as store:
+        assert store.stats().dropped == {"damaged directory": 1}
+        assert_found(store, keys(10))
+        found = {finding.path for finding in store.check() if finding.kind == "foreign"}
+        assert found == {str(foreign[0]), str(foreign[1].parent)}
+    assert [path.read_text() for path in foreign] == ["mine"] * 2
+
+
 FLIPS = 3000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 300
 FLIPS_PER_CHILD = 30
 

@@ -14,8 +14,9 @@ import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 import pytest
 from keyed_stores import (
@@ -32,11 +33,16 @@ from tierstore.codecs import ShuffleZstdCodec
 from tierstore.errors import CapacityError, ConfigError, TierOfflineError
 from tierstore.io import FileIO
 from tierstore.testing.faults import FaultIO, error, short
+from tierstore.volume import Volume
+from tierstore.volume.files import SegmentFiles
 from tierstore.volume.format import KeyFields
 from tierstore.volume.manifest import Commit, Manifest
+from tierstore.volume.records import Records
+from tierstore.volume.segment import Segment
+from tierstore.volume.space import FreePlaces, Space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
@@ -179,6 +185,45 @@ class TestNoSpace:
         assert manifest.nbytes <= 1 << 17
         manifest.close()
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            Manifest.load, Manifest.all_keys, Manifest.damaged_keys,
+            lambda manifest: manifest.known(0, [0, 1]),
+            lambda manifest: manifest.forget([0]),
+            lambda manifest: manifest.remove([b"m"]),
+            lambda manifest: manifest.commit(Commit(1, 1, is_clean=True), {}),
+        ],
+    )  # fmt: skip
+    def test_what_lmdb_cannot_do_is_an_error_of_the_system(
+        self, tmp_path: Path, call: Callable[[Manifest], object]
+    ) -> None:
+        """C11. Whatever LMDB says, callers see an OSError."""
+        manifest = Manifest(FileIO(), str(tmp_path), b"i" * 16, 1 << 20, read_only=False)
+        manifest.close()
+        with pytest.raises(OSError, match="directory"):
+            call(manifest)
+
+    def test_a_map_that_cannot_grow_is_an_error_of_the_system(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """C2."""
+
+        class Rigid:
+            def __init__(self, environment: lmdb.Environment) -> None:
+                self.begin, self.info = environment.begin, environment.info
+
+            def set_mapsize(self, size: int) -> None:
+                raise lmdb.Error("no such mapping")
+
+        manifest = Manifest(FileIO(), str(tmp_path), b"i" * 16, 1 << 20, read_only=False)
+        environment = manifest._env
+        monkeypatch.setattr(manifest, "_env", Rigid(environment))
+        groups = {(0, group): (1, bytes(16)) for group in range(3000)}
+        with pytest.raises(OSError, match=r"was not written \(no such mapping"):
+            manifest.commit(Commit(1, 1, is_clean=True), groups)
+        environment.close()
+
     def test_a_disk_without_room_is_refused_when_the_store_opens(self, small_disk: Path) -> None:
         """C3."""
         free = FileIO().free_bytes(str(small_disk))
@@ -247,6 +292,36 @@ class TestReads:
             place = int(store.volume.records.find(KeyFields(KEYS[3:4]))[0])
             io.bad = store.volume.files.of(place).offset(place)
             assert store.get_many(KEYS) == [*VALUES[:3], None, *VALUES[4:]]
+
+    def test_a_check_keeps_what_the_disk_cannot_read(self, tmp_path: Path) -> None:
+        """C5. An error of the disk says nothing about the bytes: they may be right."""
+        io = BadSector()
+        with open_store(tmp_path / "s", io=io) as store:
+            store.put_many(KEYS, VALUES)
+            place = int(store.volume.records.find(KeyFields(KEYS[3:4]))[0])
+            io.bad = store.volume.files.of(place).offset(place)
+            for fix in (True, False, True):
+                (finding,) = store.check(fix=fix)
+                assert (finding.kind, finding.is_fixed) == ("unreadable", False)
+            assert KEYS[3] in store
+            io.bad = -1
+            assert store.check() == []
+            assert store.get_many(KEYS) == VALUES
+
+    def test_a_check_reads_again_what_failed_once(self, store: KeyedStore, io: FaultIO) -> None:
+        """C5."""
+        offset = store.volume.files.of(int(store.volume.records.live_places()[0])).header
+        failures: list[int] = []
+
+        def fail_once(call: Call) -> None:
+            if call.offset >= offset.data_offset and not failures:
+                failures.append(call.offset)
+                raise OSError(errno.EIO, "once")
+
+        io.inject("read", fail_once)
+        assert store.check(fix=True) == []
+        assert failures
+        assert store.get_many(KEYS) == VALUES
 
     def test_a_disk_that_fails_all_the_time_goes_offline_and_memory_serves_on(
         self, tmp_path: Path, io: FaultIO
@@ -325,6 +400,34 @@ class TestSync:
         assert after.keys() == before.keys()
         assert sum(after[path] != before[path] for path in after) == 1
         assert store.get_many(KEYS) == VALUES
+
+    def test_moving_a_failed_file_holds_one_value_at_a_time(self, tmp_path: Path) -> None:
+        """C7. However much is in the file: each value is written before the next one is read."""
+
+        class Order(FaultIO):
+            order = ""
+
+            def read(self, fd: int, buffer: WriteableBuffer, offset: int) -> int:
+                self.order += "r" * (memoryview(buffer).nbytes == 8192)
+                return super().read(fd, buffer, offset)
+
+            def write(self, fd: int, buffers: Sequence[ReadableBuffer], offset: int) -> int:
+                self.order += "w" * (sum(memoryview(buffer).nbytes for buffer in buffers) == 8192)
+                return super().write(fd, buffers, offset)
+
+        io, keys = Order(tmp_path), [*KEYS[:6], b"k" * 300]
+        with open_store(tmp_path / "s", io=io) as store:
+            store.sync()
+            assert store.put_many(keys, VALUES[:7]).all()
+            io.inject("sync", error(errno.EIO), nth=1)
+            io.order = ""
+            with pytest.raises(OSError, match="could not be synced"):
+                store.sync()
+            assert io.order == "rw" * 7
+            assert store.get_many(keys) == VALUES[:7]
+            store.validate()
+        with open_store(tmp_path / "s") as store:
+            assert store.get_many(keys) == VALUES[:7]
 
     def test_a_failed_sync_of_an_emptied_file_harms_nothing(
         self, tmp_path: Path, io: FaultIO
@@ -493,6 +596,30 @@ class TestDescriptors:
             open_store(tmp_path / "s", io=io)
         with open_store(tmp_path / "s") as store:
             assert store.get_many(KEYS) == VALUES
+
+    def test_too_many_open_files_are_no_damage_to_the_directory(self, tmp_path: Path) -> None:
+        """C12. LMDB opens its own files, and says in its own way that it cannot."""
+        with open_store(tmp_path / "s") as store:
+            store.put_many(KEYS, VALUES)
+        (file,) = tmp_path.rglob("data.mdb")
+        before, limits = file.stat().st_ino, resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        refusals = []
+        for most in range(1, highest + 20):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+            try:
+                open_store(tmp_path / "s").close()
+            except OSError as failure:
+                refusals.append(str(failure))
+            except ConfigError:
+                pass
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert file.stat().st_ino == before
+        assert any("data.mdb' cannot be opened" in refusal for refusal in refusals)
+        with open_store(tmp_path / "s") as store:
+            assert store.get_many(KEYS) == VALUES
+            assert store.stats().dropped == {}
 
     def test_ten_thousand_calls_leave_no_descriptor_behind(self, tmp_path: Path) -> None:
         """C12."""
@@ -717,6 +844,55 @@ class TestMemory:
             store.validate()
             assert store.put_many(KEYS[:3], VALUES[:3]).all()
             assert store.get_many(KEYS[:3]) == VALUES[:3]
+
+    @pytest.mark.parametrize(
+        ("kind", "name"),
+        [
+            (Records, "find"), (Records, "enter"), (Records, "touch"), (Records, "withdraw"),
+            (Space, "victims"), (Space, "coldest"), (FreePlaces, "pop"),
+            (Volume, "kill"), (Volume, "write_rows"), (Segment, "write_rows"),
+            (SegmentFiles, "runs"), (SegmentFiles, "begin"), (SegmentFiles, "live"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_put_that_runs_out_of_memory_anywhere_leaves_the_store_in_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+    ) -> None:
+        """C16. In each call in turn: of two sizes, over old values, with others to evict."""
+        real, hits = getattr(kind, name), 1
+        sizes = [5000, 12_000, 300, 5000, 12_000, 300, 5000]
+        keys = [*KEYS[:4], b"new 1", b"new 2", b"k" * 300]
+        values = [content(50 + i, size) for i, size in enumerate(sizes)]
+        number = 0
+        while hits:
+            number += 1
+            hits, calls = 0, 0
+
+            def fail(*arguments: Any) -> Any:  # noqa: ANN401
+                nonlocal calls, hits
+                calls += 1
+                if calls == number:  # noqa: B023
+                    hits += 1
+                    raise MemoryError("injected")
+                return real(*arguments)
+
+            with open_store(tmp_path / str(number), disk="320KiB") as store:
+                old = dict(zip(KEYS, VALUES, strict=True))
+                filling = {b"x %d" % i: content(i, 5000) for i in range(24)}
+                store.put_many(list(filling), list(filling.values()))
+                store.put_many(KEYS, VALUES)
+                with monkeypatch.context() as patch:
+                    patch.setattr(kind, name, fail)
+                    done = store.put_many(keys, values)
+                assert not store.volume.records.pins.any()
+                store.validate()
+                assert "space" not in {finding.kind for finding in store.check()}
+                for key, value, is_done in zip(keys, values, done.tolist(), strict=True):
+                    assert store.get(key) in ((value,) if is_done else (old.get(key), None))
+                assert hits == (not done.all())
+                assert store.put_many(keys, values).all()
+                assert store.get_many(keys) == values
+        assert number > 1, "it is not called at all"
 
     def test_memory_that_the_machine_does_not_have_leaves_no_store_behind(
         self, tmp_path: Path

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, Phase, settings
 from tierstore.codecs import ShuffleZstdCodec
 from tierstore.identity import Identity
 from tierstore.keyed import KeyedStore
-from tierstore.testing.keyed import KeyedStoreMachine, KeyedStoreTests
+from tierstore.testing.keyed import KeyedStoreTests
+from tierstore.testing.keyed_machine import KeyedStoreMachine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from redis_servers import Server
 
+from tierstore.aligned import aligned_rows
 from tierstore.identity import Identity
-from tierstore.keyed import KeyedStore, aligned_rows
+from tierstore.keyed import KeyedStore
 from tierstore.tiers import RedisRecords
 
 if TYPE_CHECKING:

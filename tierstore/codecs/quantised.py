@@ -11,6 +11,7 @@ import numpy as np
 
 from tierstore.codecs.fields import Elements, Field, FloatField, Halves, IntegerField, RawField
 from tierstore.errors import ConfigError, CorruptBlockError
+from tierstore.identity import fitting
 from tierstore.interfaces import Codec
 from tierstore.kernels.element import SUPPORTED, stored_dtype
 from tierstore.kernels.quantise import Grid
@@ -56,6 +57,10 @@ class QuantisedCodec(Codec):
         self._layout, self._value_group = layout, value_group
         self._fields = lru_cache(maxsize=16)(self._make_fields)  # Extents have few sizes.
         self.unit_bytes = layout.block_bytes
+
+    @property
+    def signature(self) -> str:
+        return fitting(f"{self.name}/{self._value_group};{self._layout.signature}")
 
     def encode(self, blocks: Bytes) -> Bytes:
         rows = self._rows(blocks)

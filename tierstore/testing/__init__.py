@@ -14,6 +14,7 @@ pytest.register_assert_rewrite(
     "tierstore.testing.codecs",
     "tierstore.testing.indexes",
     "tierstore.testing.keyed",
+    "tierstore.testing.keyed_machine",
     "tierstore.testing.policies",
     "tierstore.testing.records",
     "tierstore.testing.tiers",
@@ -25,7 +26,8 @@ from tierstore.testing.codecs import CodecTests  # noqa: E402
 from tierstore.testing.faults import FaultIO  # noqa: E402
 from tierstore.testing.history import History  # noqa: E402
 from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
-from tierstore.testing.keyed import KeyedStoreMachine, KeyedStoreTests  # noqa: E402
+from tierstore.testing.keyed import KeyedStoreTests  # noqa: E402
+from tierstore.testing.keyed_machine import KeyedStoreMachine  # noqa: E402
 from tierstore.testing.kills import KillIO  # noqa: E402
 from tierstore.testing.policies import PolicyTests  # noqa: E402
 from tierstore.testing.records import RecordTierTests  # noqa: E402

@@ -5,7 +5,8 @@ from tierstore.tiers.file import FileTier
 from tierstore.tiers.gds import GdsTier
 from tierstore.tiers.mmap import MmapTier
 from tierstore.tiers.pinned import PinnedTier
-from tierstore.tiers.remote import RedisRecords, RedisTier
+from tierstore.tiers.redis_records import RedisRecords
+from tierstore.tiers.redis_tier import RedisTier
 
 __all__ = [
     "DeviceTier",

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import errno
-import shutil
+import logging
 from collections import OrderedDict
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.aligned import AlignedBuffers
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
+from tierstore.events import emit
 from tierstore.identity import Identity
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.io import FileIO
-from tierstore.reads import AlignedBuffers
 from tierstore.sizes import parse_size
 from tierstore.tiers.memory import copy
 from tierstore.volume import Stored, Volume
 from tierstore.volume.capacity import capacity_of, directory_bytes
 from tierstore.volume.format import PAGE, KeyFields, extent_size, extents_in
+from tierstore.volume.leftovers import remove_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
     from tierstore.interfaces import Codec
     from tierstore.layout import BlockLayout
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 _OPEN_EXTENTS = 64
@@ -49,7 +54,7 @@ class FileTier(Tier):
     An extent goes to disk once all of its blocks are written, at `sync`, or when more than 64 are
     incomplete. What comes back is checked; a damaged extent is a CorruptBlockError. After `sync`,
     blocks survive a power loss, and a tier made with the same arguments has them again once it is
-    resized.
+    resized. With fewer slots, files go that hold none of them; others keep their size.
 
     Parameters
     ----------
@@ -137,19 +142,24 @@ class FileTier(Tier):
         if extents == 0:
             self._remove()
             return
-        needed = capacity_of(-(-extents // self._per_segment), self._segment_bytes)
+        segments = -(-extents // self._per_segment)
+        needed = capacity_of(segments, self._segment_bytes)
         if self._volume is None:
             self._volume = self._opened(needed)
             self._written = set(self._stored_extents())
         self._drop_from(slots)
-        self._volume.resize(needed)
+        is_smaller = segments < len(self._volume.files.by_number)
+        # Extents that stay may be spread over more files than they need.
+        with suppress(CapacityError) if is_smaller else nullcontext():
+            self._volume.resize(needed)
         self._slots = slots
 
     def _opened(self, capacity_bytes: int) -> Volume:
-        parts = ";".join(f"{p.name}:{p.dtype}:{p.shape}" for p in self.layout.parts)
-        codec = "raw" if self._codec is None else self._codec.name
-        identity = Identity(layout=parts[:255], block=(self._each, self.layout.block_bytes),
-                            codec=codec)  # fmt: skip
+        identity = Identity(
+            layout=self.layout.signature,
+            block=(self._each, self.layout.block_bytes),
+            codec="raw" if self._codec is None else self._codec.signature,
+        )
         return Volume(
             self.path, identity, capacity_bytes=capacity_bytes, segment_bytes=self._segment_bytes,
             recovery="quiet", read_only=False, io=self._io, evicts=False,
@@ -176,14 +186,20 @@ class FileTier(Tier):
             self._volume.kill(places[places >= 0], "dropped")
 
     def _remove(self) -> None:
-        """Have no slots, and no files."""
+        """Have no slots, and no files; what somebody else put beside them stays."""
         self._slots = 0
         self._open.clear()
         self._written.clear()
         if self._volume is not None:
             volume, self._volume = self._volume, None
             volume.abandon()
-            shutil.rmtree(volume.directory, ignore_errors=True)
+            try:
+                remove_namespace(volume.directory)
+            except ConfigError as error:
+                emit(
+                    _log, logging.WARNING, "files.left", f"{self.name}: {error}",
+                    tier=self.name, path=volume.directory, error=str(error),
+                )  # fmt: skip
 
     # Writing
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import ConfigError, MissingExtraError, TierOfflineError
 from tierstore.interfaces import Bytes, Completion, Ids, Tier
 from tierstore.kernels.element import is_host
@@ -96,7 +97,7 @@ class GdsTier(Tier):
 
     def _probe(self) -> None:
         self._file.reserve(_PAGE, 1)
-        sent, found = _aligned(1, _PAGE), _aligned(1, _PAGE)
+        sent, found = aligned_rows(1, _PAGE), aligned_rows(1, _PAGE)
         sent[:] = 0xA5
         try:
             moved = (
@@ -364,7 +365,7 @@ class _Pool:
     def make(self, like: Bytes) -> Bytes:
         """A buffer on the device of `like`, of which the pool knows nothing."""
         if is_host(like):
-            return _aligned(self.rows, self._stride)
+            return aligned_rows(self.rows, self._stride)
         xp: Any = _cupy()
         with like.device:  # type: ignore[attr-defined]
             buffer: Bytes = xp.zeros((self.rows, self._stride), np.uint8)
@@ -452,12 +453,6 @@ def _runs(slots: Ids, rows: Ids) -> list[tuple[int, int]]:
 
 def _numbers(n: int) -> Ids:
     return np.arange(n, dtype=np.int32)
-
-
-def _aligned(rows: int, stride: int) -> Bytes:
-    """Zeros that begin at a page: what is in no block reaches the disk too."""
-    pages = mmap.mmap(-1, rows * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(pages, np.uint8).reshape(rows, stride)
 
 
 def _cupy() -> ModuleType:

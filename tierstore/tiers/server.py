@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from tierstore.errors import ConfigError, MissingExtraError, TierOfflineError
@@ -15,8 +15,15 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import ModuleType
 
+T = TypeVar("T")
+
 Command = tuple[object, ...]
 """Words of a command: its name and arguments."""
+
+CHECK_BYTES = 16
+"""Of a checksum behind a value."""
+BATCH_BYTES = 1 << 20
+BATCH_SLOTS = 256
 
 _SCHEMES = {
     "redis": ("redis", False),
@@ -159,3 +166,31 @@ def _place(url: str, name: str) -> str:
     if parts.scheme == "unix":
         return parts.path
     return f"{parts.hostname or 'localhost'}:{port}"
+
+
+class Transfer:
+    """Batches under way, and what is left to do when all have arrived."""
+
+    def __init__(
+        self, under_way: list[Future[None]], finish: Callable[[], None] | None = None
+    ) -> None:
+        self._under_way, self._finish = under_way, finish
+
+    def wait(self) -> None:
+        """Return when all is done; raises what a batch raised."""
+        wait(self._under_way)
+        for future in self._under_way:
+            future.result()
+        if self._finish is not None:
+            self._finish()
+
+
+def in_batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Items in groups of at most so many."""
+    return (items[first : first + most] for first in range(0, len(items), most))
+
+
+def check_ttl(name: str, ttl: float) -> None:
+    """ConfigError if that is no time to live, in seconds."""
+    if not 0.001 <= ttl < 1e9:
+        raise ConfigError(f"{name}: ttl={ttl!r}: expected seconds, from 0.001 to below 1e9")

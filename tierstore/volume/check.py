@@ -15,7 +15,7 @@ from tierstore.errors import StoreMismatchError, TierOfflineError
 from tierstore.io import read_fully
 from tierstore.volume.format import DEAD, FREE, GROUP, LIVE, MAGIC, PAGE
 from tierstore.volume.lock import LOCK
-from tierstore.volume.manifest import FOLDER, group_of
+from tierstore.volume.manifest import FILES, FOLDER, group_of
 from tierstore.volume.namespace import (
     IDENTITY,
     SEGMENT_NAME,
@@ -25,7 +25,7 @@ from tierstore.volume.namespace import (
     write_facts,
 )
 from tierstore.volume.opening import failing_rows
-from tierstore.volume.verifier import ROWS_AT_ONCE, Verifier, is_as, used_segments
+from tierstore.volume.verifier import ROWS_AT_ONCE, UNREADABLE, Verifier, is_as, used_segments
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,7 +43,7 @@ FOREIGN = "foreign"
 _MOST_OF_A_KIND = 100
 """Findings of one kind in one file that are listed; the rest are counted."""
 
-_FILES = {"": {IDENTITY, LOCK}, SEGMENTS: set[str](), FOLDER: {"data.mdb", "lock.mdb"}}
+_FILES = {"": {IDENTITY, LOCK}, SEGMENTS: set[str](), FOLDER: set(FILES)}
 _FOLDERS = {SEGMENTS, FOLDER}
 _OPENING_KINDS = {
     "damaged identity": "identity",
@@ -72,7 +72,8 @@ class Finding:
     extent
         number of the extent in a segment file, -1 where it is about all of it.
     is_fixed
-        it was repaired, or what was damaged was dropped. What is foreign never is.
+        it was repaired, or what was damaged was dropped. What is foreign never is, nor what the
+        disk cannot read: it may be right.
     """
 
     kind: str
@@ -107,11 +108,16 @@ class Check:
     def findings(self) -> list[Finding]:
         """What was found, in order of the search."""
         rest = [
-            Finding(kind, path, -1, f"{count - _MOST_OF_A_KIND} more of this kind", self._fix)
+            Finding(
+                kind, path, -1, f"{count - _MOST_OF_A_KIND} more of this kind", self._fixes(kind)
+            )
             for (kind, path), count in self._counts.items()
             if count > _MOST_OF_A_KIND
         ]
         return self._found + rest
+
+    def _fixes(self, kind: str) -> bool:
+        return self._fix and kind not in (FOREIGN, UNREADABLE)
 
     def _note(
         self, kind: str, path: str, message: str, extent: int = -1, *, is_fixed: bool | None = None
@@ -199,7 +205,7 @@ class Check:
             finally:
                 self._io.close(fd)
         except OSError as error:
-            self._note("unreadable", path, f"cannot be read ({error})", is_fixed=False)
+            self._note(UNREADABLE, path, f"cannot be read ({error})", is_fixed=False)
             return
         if start != MAGIC:
             self._note(FOREIGN, path, "is named like a segment and is none", is_fixed=False)
@@ -229,7 +235,7 @@ class Check:
         except FileNotFoundError:
             self._replace(segment, "is gone")
         except OSError as error:
-            self._note("unreadable", segment.path, f"cannot be read ({error})", is_fixed=False)
+            self._note(UNREADABLE, segment.path, f"cannot be read ({error})", is_fixed=False)
 
     def _replace(self, segment: Segment, message: str) -> None:
         self._note("missing", segment.path, message)
@@ -316,7 +322,7 @@ class Check:
         try:
             disk = segment.rows_on_disk(part.start, len(memory))
         except OSError as error:
-            self._note("unreadable", segment.path, f"{len(memory)} rows ({error})", part.start)
+            self._note(UNREADABLE, segment.path, f"{len(memory)} rows ({error})", part.start)
             differs = np.ones(len(memory), np.bool_)
         else:
             differs = (_bytes(disk) != _bytes(memory)).any(axis=1)

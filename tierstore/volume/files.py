@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import CapacityError, CorruptBlockError
 from tierstore.events import emit
 from tierstore.reads import LateReadError, Read, Reading, ReadPool
@@ -72,6 +73,11 @@ class SegmentFiles:
         self._health = health
         self._draining: list[Segment] = []
         self._pool = ReadPool(io, threads)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether files stay that were cleared, because somebody reads what was in them."""
+        return bool(self._draining)
 
     def of(self, place: int) -> Segment:
         """The segment that owns a place."""
@@ -326,13 +332,27 @@ class SegmentFiles:
 
         Buffers begin at multiples of 4 KiB. The lock must be held; not so for `perform`.
         """
-        requests = []
-        for place, buffer in zip(places, buffers, strict=True):
-            segment, size = self.of(place), self.disk_bytes(place)
-            check = self._check(segment, place, buffer[:size]) if verify else None
-            room = buffer[: whole_pages(size)]
-            requests.append(Read(segment.direct, segment.offset(place), room, check))
-        return requests
+        return [
+            self._request(self.of(place), place, buffer, verify=verify)
+            for place, buffer in zip(places, buffers, strict=True)
+        ]
+
+    def _request(
+        self, segment: Segment, place: int, buffer: memoryview, *, verify: bool = True
+    ) -> Read:
+        size = self.disk_bytes(place)
+        check = self._check(segment, place, buffer[:size]) if verify else None
+        return Read(segment.direct, segment.offset(place), buffer[: whole_pages(size)], check)
+
+    def salvage(self, segment: Segment, place: int) -> memoryview | None:
+        """What is stored in a place of a segment that was given up, if it can be read and is right.
+
+        Requires: the segment has the header that it had.
+        """
+        buffer = aligned_rows(1, whole_pages(max(self.disk_bytes(place), 1)))[0].data
+        (outcome,) = self.perform([self._request(segment, place, buffer)], None)
+        stored_bytes = int(self._records.rows["stored_bytes"][place])
+        return buffer[:stored_bytes] if outcome is None else None
 
     def attempt(self, requests: list[Read]) -> list[Exception | None]:
         """`perform` without a deadline, and without counting what fails against the disk."""

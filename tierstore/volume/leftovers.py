@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.volume.lock import LOCK, DirectoryLock
-from tierstore.volume.manifest import FOLDER, group_of
+from tierstore.volume.manifest import FILES, FOLDER, group_of
 from tierstore.volume.namespace import IDENTITY, SEGMENT_NAME, SEGMENTS, UNFINISHED
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tierstore.volume.segment import Segment
     from tierstore.volume.space import Space
     from tierstore.volume.volume import Volume
+
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +69,39 @@ def _is_stale(key: bytes, volume: Volume) -> bool:
 def remove_namespace(directory: str) -> None:
     """Remove all that a namespace has on disk.
 
-    StoreLockedError if it is open, ConfigError if other files are in it; those are left.
+    StoreLockedError if it is open, ConfigError, naming them, if other files are in it; those are
+    left.
     """
     lock = DirectoryLock(directory)
     try:
         # IDENTITY goes last: until then it is a store, with less and less in it.
-        _remove(os.path.join(directory, SEGMENTS), SEGMENT_NAME.pattern)
-        _remove(os.path.join(directory, FOLDER), r"(data|lock)\.mdb")
-        _remove(directory, rf"{IDENTITY}(\.new)?|{LOCK}")
+        foreign = _remove(os.path.join(directory, SEGMENTS), SEGMENT_NAME.pattern)
+        foreign += _remove(os.path.join(directory, FOLDER), "|".join(map(re.escape, FILES)))
+        foreign = foreign or _remove(directory, rf"{IDENTITY}(\.new)?|{LOCK}")
     except OSError as error:
         raise ConfigError(
-            f"{directory!r} cannot be removed whole ({error}): move away what is not of the store, "
-            "and repeat"
+            f"{directory!r} cannot be removed whole ({error}): see to it, and repeat"
         ) from error
     finally:
         lock.release()
+    if foreign:
+        raise ConfigError(
+            f"{directory!r} cannot be removed whole: move away what is not of the store, and "
+            f"repeat: {', '.join(map(repr, foreign[:_MOST_NAMED]))}"
+            f"{', and others' if len(foreign) > _MOST_NAMED else ''}"
+        )
 
 
-def _remove(folder: str, own: str) -> None:
-    """Remove the files with names of our own, and then the folder."""
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+def _remove(folder: str, own: str) -> list[str]:
+    """Remove the files with names of our own, and then the folder; what is in the way of that."""
+    foreign = []
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         path = os.path.join(folder, name)
         if re.fullmatch(own, name) and os.path.isfile(path) and not os.path.islink(path):
             os.unlink(path)
-    with suppress(FileNotFoundError):
-        os.rmdir(folder)
+        else:
+            foreign.append(path)
+    if not foreign:
+        with suppress(FileNotFoundError):
+            os.rmdir(folder)
+    return foreign

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import struct
 import threading
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,15 +32,23 @@ from tierstore.volume.lmdbfile import used_bytes
 from tierstore.volume.segment import reserve
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from tierstore.io import FileIO
 
 FOLDER = "directory"
+FILES = ("data.mdb", "lock.mdb")
 _META = struct.Struct("<IQQB")
 _GROUP = struct.Struct("<Q16s")
 _GROUP_KEY = struct.Struct(">sII")
 _SMALLEST_MAP = 1 << 16
+_NOT_THE_FILE = frozenset(
+    {
+        errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC,
+        errno.EDQUOT, errno.EAGAIN,
+    }
+)  # fmt: skip
+"""Errors that say nothing about what is in a file."""
 
 Groups = dict[tuple[int, int], tuple[int, bytes]]
 """(segment, group) to (generation, digest of its rows)."""
@@ -76,7 +84,7 @@ class Manifest:
                 raise CorruptBlockError(f"{self.path!r} is missing")
             io.make_directory(self.path)
             io.sync_directory(directory)
-        file = os.path.join(self.path, "data.mdb")
+        file = os.path.join(self.path, FILES[0])
         is_new = not os.path.lexists(file) or not os.path.getsize(file)
         size = max(_SMALLEST_MAP, 0 if is_new else used_bytes(file))
         try:
@@ -85,6 +93,8 @@ class Manifest:
                 lock=not read_only,
             )  # fmt: skip
         except lmdb.Error as error:
+            if _code(error) in _NOT_THE_FILE:
+                raise OSError(_code(error), f"{file!r} cannot be opened ({error})") from error
             raise CorruptBlockError(f"{file!r} is no directory of a store ({error})") from error
         if not read_only:
             try:
@@ -106,9 +116,11 @@ class Manifest:
             io.close(fd)
 
     @staticmethod
-    def discard(directory: str) -> None:
+    def discard(io: FileIO, directory: str) -> None:
         """Remove the environment of a volume; rows say everything that it did."""
-        shutil.rmtree(os.path.join(directory, FOLDER), ignore_errors=True)
+        for name in FILES:
+            with suppress(FileNotFoundError):
+                io.remove(os.path.join(directory, FOLDER, name))
 
     def load(self) -> tuple[Commit | None, Groups, int]:
         """The latest commit, what it says of groups, and how many values were damaged."""
@@ -131,19 +143,26 @@ class Manifest:
 
     def _entries(self) -> list[tuple[bytes, bytes | None]]:
         """Every key with its value, None for a damaged one."""
+        with self._reading() as transaction:
+            entries = [(bytes(key), bytes(value)) for key, value in transaction.cursor()]
+        return [(key, self._checked(key, value)) for key, value in entries]
+
+    @contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction]:
+        """A transaction that changes nothing. CorruptBlockError if LMDB cannot read."""
         try:
             with self._lock, self._env.begin() as transaction:
-                return [(key, self._checked(key, value)) for key, value in transaction.cursor()]
+                yield transaction
         except lmdb.Error as error:
-            raise CorruptBlockError(f"{self.path!r} cannot be read ({error})") from error
+            raise CorruptBlockError(errno.EIO, f"{self.path!r} cannot be read ({error})") from error
 
     def known(self, segment: int, groups: Iterable[int]) -> Groups:
         """What the latest commit says of some groups of a segment."""
         found = Groups()
-        with self._lock, self._env.begin() as transaction:
+        with self._reading() as transaction:
             for group in groups:
                 key = _GROUP_KEY.pack(b"g", segment, group)
-                body = self._checked(key, transaction.get(key, b""))
+                body = self._checked(key, bytes(transaction.get(key, b"")))
                 if body is not None:
                     found[segment, group] = _GROUP.unpack(body)
         return found
@@ -193,16 +212,18 @@ class Manifest:
                         for key, body in entries.items():
                             transaction.put(key, body + self._check(key, body))
                 except lmdb.MapFullError as error:
-                    self._grow(error)
+                    try:
+                        self._grow(error)
+                    except lmdb.Error as failed:
+                        raise self._failure(failed) from failed
                 except lmdb.Error as error:
                     raise self._failure(error) from error
                 else:
                     return
 
     def _failure(self, error: lmdb.Error) -> OSError:
-        code = getattr(error, "code", 0)
         return OSError(
-            code if code > 0 else errno.EIO,
+            max(_code(error), 0) or errno.EIO,
             f"{self.path!r}: the directory was not written ({error})",
         )
 
@@ -218,7 +239,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of the environment's file."""
-        return os.path.getsize(os.path.join(self.path, "data.mdb"))
+        return os.path.getsize(os.path.join(self.path, FILES[0]))
 
     def close(self) -> None:
         """Close the environment. A second call does nothing."""
@@ -241,6 +262,11 @@ class NoManifest(Manifest):
 
     def close(self) -> None:
         pass
+
+
+def _code(error: lmdb.Error) -> int:
+    """The system's number of an error; LMDB's own are below 0, and 0 is neither."""
+    return int(getattr(error, "code", None) or 0)
 
 
 def group_of(key: bytes) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import (
     CapacityError,
     ConfigError,
@@ -22,7 +23,6 @@ from tierstore.errors import (
 )
 from tierstore.identity import Facts
 from tierstore.io import read_fully
-from tierstore.reads import AlignedBuffers
 from tierstore.volume.capacity import directory_bytes, segment_size, segments_in
 from tierstore.volume.format import (
     DEAD,
@@ -170,7 +170,7 @@ class Opening:
                 self._complain(1, "damaged directory", os.path.join(self.directory, FOLDER))
                 if self._read_only:
                     return NoManifest(self.directory), None, Groups()
-                Manifest.discard(self.directory)
+                Manifest.discard(self._io, self.directory)
             else:
                 self._complain(damaged, "damaged directory entry", manifest.path)
                 return manifest, commit, groups
@@ -386,7 +386,7 @@ class Opening:
             row, place = rows[extent], segment.first + extent
             start, size = segment.offset(place) + int(row["stored_bytes"]), int(row["key_bytes"])
             first = start // PAGE * PAGE
-            buffer = AlignedBuffers(whole_pages(start + size - first), 1).take()[0]
+            buffer = aligned_rows(1, whole_pages(start + size - first))[0].data
             key = b""
             with suppress(OSError):
                 read_fully(self._io, segment.direct, buffer, first)

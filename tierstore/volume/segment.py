@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import CapacityError
 from tierstore.io import DIRECT, read_fully, write_fully
-from tierstore.reads import AlignedBuffers
 from tierstore.sizes import format_size
 from tierstore.volume.format import GROUP, PAGE, ROW, ROW_BYTES, Header, place_binding, whole_pages
 
@@ -91,7 +91,7 @@ class Segment:
         direct = -1
         try:
             direct = self._io.open(self.path, os.O_RDONLY | DIRECT)
-            read_fully(self._io, direct, _aligned_page().data, 0)
+            read_fully(self._io, direct, aligned_rows(1, PAGE).data, 0)
         except OSError:
             if direct >= 0:
                 self._io.close(direct)
@@ -190,7 +190,7 @@ class Segment:
     def rows_on_disk(self, first: int, count: int) -> npt.NDArray[np.void]:
         """Rows of extents as the file has them now; `first` is a multiple of `GROUP`."""
         size = count * ROW_BYTES
-        buffer = AlignedBuffers(whole_pages(size), 1).take()[0]
+        buffer = aligned_rows(1, whole_pages(size))[0].data
         read_fully(self._io, self.direct, buffer, PAGE + first * ROW_BYTES)
         return np.frombuffer(buffer[:size], ROW)
 
@@ -243,10 +243,3 @@ def stored_digest(pieces: Sequence[memoryview | bytes]) -> bytes:
     for piece in pieces:
         state.update(piece)
     return state.digest()
-
-
-def _aligned_page() -> npt.NDArray[np.uint8]:
-    """A page at an address that direct reads accept."""
-    room = np.zeros(2 * PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
-    return room[start : start + PAGE]

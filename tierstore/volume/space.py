@@ -119,6 +119,15 @@ class Space:
         order = np.argpartition(self._records.used[own], count)
         return own[order[:count]]
 
+    def is_held(self) -> bool:
+        """Whether room could be made if nobody held values."""
+        states, pins = self._records.rows["state"], self._records.pins
+        return not self.blank and any(
+            bool((pins[segment.places][states[segment.places] == LIVE] > 0).any())
+            for segments in self.used.values()
+            for segment in segments
+        )
+
     def _evictable(self, segments: Iterable[Segment]) -> Pointers:
         records = self._records
         found = [np.empty(0, np.int64)]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
 from tierstore.errors import CorruptBlockError
-from tierstore.reads import AlignedBuffers
 from tierstore.volume.format import GROUP, KEY_INLINE, LIVE, whole_pages
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tierstore.interfaces import Pointers
+    from tierstore.reads import Read
     from tierstore.volume.format import Header
     from tierstore.volume.segment import Segment
     from tierstore.volume.volume import Volume
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
     """Told how many bytes of payloads are verified, of how many."""
 
+UNREADABLE = "unreadable"
 ROWS_AT_ONCE = 64 * GROUP
 _BYTES_AT_ONCE = 1 << 24
 
 
 class Note(Protocol):
-    """Takes a finding down: kind, path, message, number of the extent."""
+    """Takes a finding down: kind, path, message, number of the extent, whether it is repaired."""
 
-    def __call__(self, kind: str, path: str, message: str, extent: int) -> None: ...
+    def __call__(
+        self, kind: str, path: str, message: str, extent: int, *, is_fixed: bool
+    ) -> None: ...
 
 
 def used_segments(volume: Volume) -> Iterator[tuple[Segment, Header]]:
@@ -52,7 +56,8 @@ def is_as(volume: Volume, segment: Segment, header: Header) -> bool:
 class Verifier:
     """One pass over the payloads of an open volume, which goes on serving.
 
-    note: told what does not match, or cannot be read. fix: drop that.
+    note: told what does not match, or cannot be read. fix: drop what does not match; what cannot be
+    read may be right, and stays.
     """
 
     def __init__(self, volume: Volume, note: Note, *, fix: bool) -> None:
@@ -98,7 +103,7 @@ class Verifier:
     def _batches(self, places: Pointers) -> Iterator[tuple[list[int], list[memoryview]]]:
         """Places with buffers for their payloads, all in one piece of memory."""
         rooms = [whole_pages(max(size, 1)) for size in self._sizes(places).tolist()]
-        memory = AlignedBuffers(max(_BYTES_AT_ONCE, *rooms, 0), 1).take()[0] if rooms else None
+        memory = aligned_rows(1, max(_BYTES_AT_ONCE, *rooms, 0))[0].data if rooms else None
         batch: list[int] = []
         buffers: list[memoryview] = []
         used = 0
@@ -118,7 +123,7 @@ class Verifier:
             if (self._records.segment[places] < 0).any():
                 return  # the file failed meanwhile, and what it held was dropped
             requests = self._files.reads(places, buffers)
-        outcomes = self._files.attempt(requests)
+        outcomes = self._attempt(requests)
         damaged = []
         with self._volume.lock:
             for place, buffer, outcome in zip(places, buffers, outcomes, strict=True):
@@ -126,11 +131,26 @@ class Verifier:
                     continue
                 problem = self._problem(place, buffer, outcome)
                 if problem is not None:
-                    segment = self._files.of(place)
-                    self._note(*problem, extent=place - segment.first)
-                    damaged.append(place)
+                    is_proven = problem[0] != UNREADABLE
+                    extent = place - self._files.of(place).first
+                    self._note(*problem, extent, is_fixed=self._fix and is_proven)
+                    damaged += [place] if is_proven else []
             if self._fix:
                 self._volume.kill(np.array(damaged, np.int64), "corrupt")
+
+    def _attempt(self, requests: list[Read]) -> list[Exception | None]:
+        """Outcomes of reads; those that failed, but for their checksum, are tried once more."""
+        outcomes = self._files.attempt(requests)
+        failed = [
+            i
+            for i, outcome in enumerate(outcomes)
+            if outcome is not None and not isinstance(outcome, CorruptBlockError)
+        ]
+        for i, outcome in zip(
+            failed, self._files.attempt([requests[i] for i in failed]), strict=True
+        ):
+            outcomes[i] = outcome
+        return outcomes
 
     def _problem(
         self, place: int, buffer: memoryview, outcome: Exception | None
@@ -140,7 +160,7 @@ class Verifier:
         if isinstance(outcome, CorruptBlockError):
             return "payload", path, f"{size} bytes do not match their checksum"
         if outcome is not None:
-            return "unreadable", path, f"{size} bytes cannot be read ({outcome})"
+            return UNREADABLE, path, f"{size} bytes cannot be read ({outcome})"
         row = self._records.rows[place]
         start = int(row["stored_bytes"])
         if start < size and self._records.long_keys.get(place) != bytes(buffer[start:size]):

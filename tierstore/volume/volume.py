@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,31 +23,28 @@ import numpy.typing as npt
 from tierstore.deadlines import end_of, left_until
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.events import emit
-from tierstore.reads import AlignedBuffers, LateReadError
+from tierstore.reads import LateReadError
 from tierstore.volume.capacity import segments_in
 from tierstore.volume.check import Check, Finding
-from tierstore.volume.files import Run, SegmentFiles
+from tierstore.volume.files import SegmentFiles
 from tierstore.volume.format import (
     DEAD,
     LIVE,
     PAGE,
     PAYLOAD_BYTES_MOST,
     ROW,
-    ROW_BYTES,
     KeyFields,
-    extent_size,
-    payload_checksum,
-    row_check,
-    whole_pages,
 )
 from tierstore.volume.health import Health
 from tierstore.volume.leftovers import Leftovers, discard_leftovers
-from tierstore.volume.manifest import Commit, Groups
+from tierstore.volume.manifest import Commit
 from tierstore.volume.namespace import write_facts
 from tierstore.volume.opening import Opening
 from tierstore.volume.records import Records
-from tierstore.volume.segment import stored_digest
+from tierstore.volume.sealing import Stored, dead_row
 from tierstore.volume.space import Space
+from tierstore.volume.syncing import Syncing
+from tierstore.volume.writing import Writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,28 +58,6 @@ if TYPE_CHECKING:
     from tierstore.volume.verifier import Progress
 
 _log = logging.getLogger(__name__)
-
-_COMMIT_GROUPS = 1024
-"""Groups of rows that may differ from what the directory knows: tables alone say what is durable,
-so the directory follows in larger steps, and at the end."""
-
-_STATE_AT = ROW.fields["state"][1] if ROW.fields else 0
-
-
-@dataclass(slots=True)
-class Stored:
-    """Values as they are on disk: the bytes of each, how long each was before, and by which codec.
-
-    valid: uint32, blocks that each holds; 0 where that means nothing. least_bytes: room that each
-    takes at least. sequences: of values that only move; others get the next ones.
-    """
-
-    pieces: Sequence[memoryview]
-    value_bytes: Sequence[int]
-    codec: int
-    valid: Sequence[int] | None = None
-    least_bytes: int = 0
-    sequences: Sequence[int] | None = None
 
 
 class Volume:
@@ -113,7 +88,7 @@ class Volume:
     ) -> None:
         if not isinstance(threads, int) or threads < 0:
             raise ConfigError(f"threads={threads!r}: expected a number of threads, 0 or more")
-        self._evicts = evicts
+        self.evicts = evicts
         self.lock = threading.RLock()
         self.identity = identity
         self.is_read_only = read_only
@@ -121,8 +96,6 @@ class Volume:
         self.removals = 0
         """Calls that removed something, or may have."""
         self._closer = -1
-        self._writers = 0
-        self._idle = threading.Condition(self.lock)
         self.records = Records()
         self.health = Health(str(parent))
         self.dropped: Counter[str] = Counter()
@@ -131,9 +104,6 @@ class Volume:
         """Told which places hold nothing any more, before they are used again."""
         self._io = io
         self._space = Space(self.records)
-        self._syncing = threading.Lock()
-        self._syncs_begun = self._syncs_done = 0
-        self._is_identity_sure = True
         opening = Opening(
             parent, identity, capacity_bytes, segment_bytes, io, read_only=read_only,
             is_strict=recovery == "strict", dropped=self.dropped,
@@ -143,24 +113,30 @@ class Volume:
             io, opening.folder, identity.digest, opening.facts.segment_bytes, self.records,
             self._space, self.health, threads=threads,
         )  # fmt: skip
+        self._writing = Writing(self, self._space, io)
         self._end = weakref.finalize(
             self, _let_go, os.getpid(), self.files, opening.manifest, opening.lock
         )
         self._end.atexit = False
         try:
-            opening.fill(self.files, self.records, self._space)
-            self.facts = opening.facts
-            self._manifest = opening.manifest
-            self._sequence, self._is_clean = opening.sequence, opening.is_clean
-            self.noticed = opening.noticed
-            self.kill(opening.older, "superseded")
-            self.write_rows(opening.damaged)
+            self._take_in(opening)
             if not read_only and evicts and self.disk_bytes > capacity_bytes:
                 self.resize(capacity_bytes)
             self._say_opened()
         except BaseException:
             self._end()
             raise
+
+    def _take_in(self, opening: Opening) -> None:
+        """Have what is on disk, and repair what opening found damaged."""
+        opening.fill(self.files, self.records, self._space)
+        self.facts = opening.facts
+        self._manifest = opening.manifest
+        self._syncing = Syncing(self, opening.manifest, self._io)
+        self.sequence, self._is_clean = opening.sequence, opening.is_clean
+        self.noticed = opening.noticed
+        self.kill(opening.older, "superseded")
+        self.write_rows(opening.damaged)
 
     def _say_opened(self) -> None:
         facts = {"path": self.directory, "epoch": self.facts.epoch, "records": self.records.live}
@@ -219,7 +195,7 @@ class Volume:
     def _begin_changes(self) -> None:
         """Let the directory say, durably, that tables may differ from what it knows."""
         if self._is_clean:
-            commit = Commit(self.facts.epoch, self._sequence, is_clean=False)
+            commit = Commit(self.facts.epoch, self.sequence, is_clean=False)
             self.health.call(self._manifest.commit, commit, {})
             self._is_clean = False
 
@@ -239,145 +215,24 @@ class Volume:
         until: time of `time.monotonic` after which nothing becomes visible any more. keep: store
         only under keys that have no value, and only if `removals` still is that number.
         """
-        pieces = [[piece] for piece in stored.pieces]
-        for i, key in keys.tails.items():
-            pieces[i].append(memoryview(key))
-        sizes = [max(sum(map(len, own)), stored.least_bytes) for own in pieces]
-        with self.locked(left_until(until)):
-            self.check_writable()
-            self._writers += 1
-            epoch = self.facts.epoch
-            try:
-                places = self._reserve(sizes, stored.value_bytes)
-            except BaseException:
-                self._writers -= 1
-                raise
-            first, self._sequence = self._sequence, self._sequence + len(sizes)
-        try:
-            runs = self.files.runs(places)
-            rows = _sealed_rows(self._rows(keys, stored, first), pieces, runs)
-            failed = self.files.write(runs, pieces)
-            self._io.reached("put.after_payload")
-        except BaseException:
-            self.let_go(places[places >= 0])
-            self._end_write()
-            raise
-        try:
-            with self.lock:
-                lost = np.flatnonzero((places >= 0) & (self.records.segment[places] < 0))
-                self._refuse(places, "io", sorted({*failed, *lost.tolist()}))
-                if until is not None and time.monotonic() > until:
-                    self._refuse(places, "deadline", np.flatnonzero(places >= 0).tolist())
-                if keep is not None:
-                    is_new = (self.records.find(keys) < 0) & (keep == self.removals)
-                    self._refuse(
-                        places, "changed", np.flatnonzero((places >= 0) & ~is_new).tolist()
-                    )
-                return self._publish(keys, places, rows, epoch)
-        finally:
-            self._end_write()
+        return self._writing.write(keys, stored, until, keep)
 
-    def _end_write(self) -> None:
-        with self.lock:
-            self._writers -= 1
-            self._idle.notify_all()
-
-    def _reserve(self, sizes: list[int], value_bytes: Sequence[int]) -> Pointers:
-        """A pinned place for each payload, -1 where it is refused."""
-        places: Pointers = np.full(len(sizes), -1, np.int64)
-        classes = np.array([extent_size(size) for size in sizes], np.int64)
-        is_large = (classes > self.largest) | (
-            np.array(value_bytes) > min(self.files.nbytes, PAYLOAD_BYTES_MOST)
-        )
-        self.refused["too large"] += int(is_large.sum())
-        for size in np.unique(classes[~is_large]).tolist():
-            wanted = np.flatnonzero((classes == size) & ~is_large)
-            found = self._take(size, len(wanted))
-            self.records.pins[found] = 1
-            places[wanted[: len(found)]] = found
-            if len(found) < len(wanted):
-                self.refused["no room"] += len(wanted) - len(found)
-        return places
-
-    def _take(self, size: int, count: int) -> Pointers:
-        """Up to `count` free places of one size; others leave for them."""
-        taken = [self._space.free(size).pop(count)]
-        while (missing := count - sum(map(len, taken))) > 0 and self._make_room(size, missing):
-            taken.append(self._space.free(size).pop(missing))
-        found = np.concatenate(taken)
-        return found[self.records.segment[found] >= 0]  # a file may have failed meanwhile
-
-    def _make_room(self, size: int, count: int) -> bool:
+    def make_room(self, size: int, count: int) -> bool:
         """Free places of a size; False if nothing may leave, or a file takes no header."""
         self.files.collect()
-        if not self._space.blank and self._evicts:
+        if not self._space.blank and self.evicts:
             self._empty_coldest(size)
         if self._space.blank:
-            self._sequence += 1
-            return self.files.begin(size, self.facts.epoch, self._sequence - 1)
-        if not self._evicts:
+            self.sequence += 1
+            return self.files.begin(size, self.facts.epoch, self.sequence - 1)
+        if not self.evicts:
             return False
         victims = self._space.victims(size, count)
         self.kill(victims, "evicted")
         self._io.reached("evict.after_rows")
         return len(victims) > 0
 
-    def _rows(self, keys: KeyFields, stored: Stored, first: int) -> npt.NDArray[np.void]:
-        """Rows that describe values, but for their places and checksums."""
-        n = len(keys)
-        rows = np.zeros(n, ROW)
-        rows["sequence"] = np.arange(first, first + n, dtype=np.uint64)
-        if stored.sequences is not None:
-            rows["sequence"] = stored.sequences
-        rows["stored_bytes"] = [piece.nbytes for piece in stored.pieces]
-        rows["value_bytes"] = stored.value_bytes
-        rows["key_bytes"] = keys.lengths
-        rows["codec"], rows["state"] = stored.codec, LIVE
-        rows["valid"] = 0 if stored.valid is None else stored.valid
-        rows.view(np.uint64).reshape(n, -1)[:, 5:11] = keys.fields
-        return rows
-
-    def _refuse(self, places: Pointers, reason: str, positions: list[int]) -> None:
-        """Give back the places of payloads that are not to be seen."""
-        if positions:
-            self.refused[reason] += len(positions)
-            self.unpin(places[positions])
-            places[positions] = -1
-
-    def _publish(
-        self, keys: KeyFields, places: Pointers, rows: npt.NDArray[np.void], epoch: int
-    ) -> npt.NDArray[np.bool_]:
-        """Make written payloads findable, in place of older ones under their keys."""
-        written = places >= 0
-        if self.is_closed or self.facts.epoch != epoch:
-            self.dropped["cleared"] += int(written.sum())
-            self.unpin(places[written])
-            return written & (not self.is_closed)
-        current = self.records.find(keys)
-        sequences = self.records.rows["sequence"]
-        is_late = written & (current >= 0)
-        is_late[is_late] = sequences[current[is_late]] > rows["sequence"][is_late]
-        self.unpin(places[is_late])
-        self.dropped["superseded"] += int(is_late.sum())
-        fresh = np.flatnonzero(written & ~is_late)
-        new, old = places[fresh], current[fresh]
-        self.records.rows[new] = rows[fresh]
-        for i in keys.tails.keys() & set(fresh.tolist()):
-            self.records.long_keys[int(places[i])] = keys.tails[i]
-        self.write_rows(new)
-        self.kill(old[(old >= 0) & self._is_live(new)], "overwritten")
-        # A segment that failed meanwhile has dropped what it held.
-        fine = self._is_live(new)
-        self.records.enter(new[fine])
-        self.records.touch(new[fine])
-        self.refused["io"] += int((~fine).sum())
-        self.unpin(new)
-        self._io.reached("put.after_rows")
-        done = is_late.copy()
-        done[fresh[fine]] = True
-        return done
-
-    def _is_live(self, places: Pointers) -> npt.NDArray[np.bool_]:
+    def is_live(self, places: Pointers) -> npt.NDArray[np.bool_]:
         is_live: npt.NDArray[np.bool_] = self.records.rows["state"][places] == LIVE
         return is_live
 
@@ -400,18 +255,19 @@ class Volume:
 
         Pinned places stay as they are until they are unpinned.
         """
-        places = places[self._is_live(places)]
+        places = places[self.is_live(places)]
         if not len(places):
             return
-        dead = []
-        for place in places.tolist():
-            row = bytearray(self.records.rows[place].tobytes())
-            row[_STATE_AT] = DEAD
-            dead.append(_sealed(bytes(row), self.files.of(place).binding(place)))
+        dead = [
+            dead_row(self.records.rows[place], self.files.of(place).binding(place))
+            for place in places.tolist()
+        ]
         self._withdraw(places, reason)
         self.records.rows[places] = np.frombuffer(b"".join(dead), ROW)
-        self.write_rows(places)
-        self._free(places[self.records.pins[places] == 0])
+        try:
+            self.write_rows(places)
+        finally:
+            self._free(places[self.records.pins[places] == 0])
 
     def forget(self, places: Pointers, reason: str) -> None:
         """`kill` in memory only, for records whose file is about to be emptied."""
@@ -455,11 +311,11 @@ class Volume:
             self.check_writable()
             self.removals += 1
             facts = replace(self.facts, epoch=self.facts.epoch + 1)
-            commit = Commit(facts.epoch, self._sequence, is_clean=False)
+            commit = Commit(facts.epoch, self.sequence, is_clean=False)
             self.health.call(self._manifest.commit, commit, {})
-            self._is_identity_sure = False
+            self._syncing.is_identity_sure = False
             self.health.call(write_facts, self._io, self.directory, facts)
-            self._is_identity_sure = True
+            self._syncing.is_identity_sure = True
             self._io.reached("clear.after_facts")
             self.facts = facts
             self.forget(self.records.live_places(), "cleared")
@@ -481,10 +337,10 @@ class Volume:
             most = segments_in(capacity_bytes, self.files.nbytes)
             while len(self.files.by_number) > most:
                 self.files.collect()
-                if not self._space.blank and not (self._evicts and self._empty_coldest(0)):
+                if not self._space.blank and not (self.evicts and self._empty_coldest(0)):
                     raise CapacityError(
-                        f"{self.directory!r}: every segment holds a value that must stay: release "
-                        "leases first"
+                        f"{self.directory!r}: every segment file holds a value that must stay"
+                        f"{': release leases first' if self.evicts else ''}"
                     )
                 leaving = self._space.blank[-1]
                 self.health.call(self._manifest.forget, [leaving.number])
@@ -507,117 +363,11 @@ class Volume:
         OSError if it may not: then nothing since the last good `sync` is promised. Files that
         failed have been replaced, so a later call may succeed. Calls that wait share one sync.
         """
-        self.check_writable()
-        arrival = self._syncs_begun
-        with self._syncing:
-            if self._syncs_done > arrival:
-                return
-            self.check_writable()
-            self._syncs_begun += 1
-            begun = self._syncs_begun
-            self._sync(is_clean=False)
-            self._syncs_done = begun
-
-    def _sync(self, *, is_clean: bool) -> None:
-        if not self._is_identity_sure:  # a `clear` failed, and its epoch may be on disk
-            self.health.call(write_facts, self._io, self.directory, self.facts)
-            self._is_identity_sure = True
-        with self.lock:
-            files = self.files.by_number.values()
-            dirty = [segment for segment in files if segment.is_dirty]
-            # A digest is of hundreds of rows, and a lookup waits for this lock.
-            changed = sum(len(segment.dirty_groups) for segment in files)
-            is_due = is_clean or changed >= _COMMIT_GROUPS
-            groups = self._changed_groups() if is_due else {}
-            commit = Commit(self.facts.epoch, self._sequence, is_clean)
-            for segment in dirty:
-                segment.is_dirty = False
-        self._io.reached("sync.before_files")
-        failures: list[tuple[Segment, OSError]] = []
-        for segment in dirty:
-            try:
-                self.health.call(segment.sync)
-            except OSError as error:
-                failures.append((segment, error))
-        if failures:
-            self._replace_failed(failures)
-        if is_due:
-            self._io.reached("sync.before_commit")
-            self.health.call(self._manifest.commit, commit, groups)
-            self._io.reached("sync.after_commit")
-            with self.lock:
-                self._mark_known(groups)
-
-    def _changed_groups(self) -> Groups:
-        return {
-            (number, group): (segment.header.generation, segment.digest(group, self.records))
-            for number, segment in self.files.by_number.items()
-            for group in segment.dirty_groups
-        }
-
-    def _mark_known(self, groups: Groups) -> None:
-        """Forget that groups changed, unless they changed again since."""
-        for (number, group), (generation, digest) in groups.items():
-            segment = self.files.by_number.get(number)
-            is_same = segment is not None and segment.header.generation == generation
-            if segment is not None and is_same and segment.digest(group, self.records) == digest:
-                segment.dirty_groups.discard(group)
-
-    def _replace_failed(self, failures: list[tuple[Segment, OSError]]) -> None:
-        """Save what can still be read of files that failed to sync, and replace them; then raise.
-
-        After a failed fsync the kernel may have thrown away what it could not write, and a second
-        call would succeed without it.
-        """
-        with self.lock:
-            for segment, _ in failures:
-                if self.files.by_number.get(segment.number) is segment:
-                    self.replace(segment)
-        number, error = failures[0][0].number, failures[0][1]
-        emit(
-            _log, logging.ERROR, "sync.failed",
-            f"{self.directory}: {len(failures)} segment files could not be synced ({error})",
-            path=self.directory, segments=[segment.number for segment, _ in failures],
-            error=str(error),
-        )  # fmt: skip
-        raise OSError(
-            error.errno,
-            f"{self.directory!r}: segment {number} could not be synced ({error.strerror}); what "
-            "was written since the last sync may be lost; what can be read was moved to other "
-            "files, so call sync() again",
-        ) from error
+        self._syncing.sync()
 
     def replace(self, segment: Segment) -> None:
         """Move what can be read of a segment elsewhere, and put a new file in its place."""
-        live = self.files.live(segment)
-        self.records.pins[live] += 1
-        saved: list[tuple[bytes, memoryview, npt.NDArray[np.void]]] = []
-        for place in live.tolist():
-            buffer = self._read_one(place)
-            if buffer is not None:
-                row = self.records.rows[place].copy()
-                saved.append((self.records.key(place), buffer[: int(row["stored_bytes"])], row))
-        self.forget(live, "io")
-        self.files.give_up(segment)
-        self.unpin(live)
-        try:
-            self.health.call(self.files.renew, segment)
-        except OSError:
-            self.health.errors["lost segment file"] += 1
-        for key, stored, row in saved:
-            # With a new sequence it would take the place of a value that is being put right now.
-            one = Stored(
-                [stored], [int(row["value_bytes"])], int(row["codec"]), [int(row["valid"])],
-                sequences=[int(row["sequence"])],
-            )  # fmt: skip
-            self.write(KeyFields([key]), one)
-
-    def _read_one(self, place: int) -> memoryview | None:
-        """A pinned record's payload, if it can be read and is right."""
-        size = whole_pages(max(self.files.disk_bytes(place), 1))
-        buffer = AlignedBuffers(size, 1).take()[0]
-        outcome = self.files.perform(self.files.reads([place], [buffer]), None)[0]
-        return buffer if outcome is None else None
+        self._syncing.replace(segment)
 
     def read(
         self, places: Sequence[int], buffers: Sequence[memoryview], deadline: float | None
@@ -680,15 +430,13 @@ class Volume:
             self.is_closed = True
             self._closer = threading.get_ident()
             until = time.monotonic() + deadline
-            while self._writers and (left := until - time.monotonic()) > 0:
-                self._idle.wait(left)
+            is_idle = self._writing.wait(until)
         try:
             if not self.is_read_only and not self.health.is_offline and not self._is_clean:
                 self._io.reached("close.before_sync")
-                with self._syncing:
-                    self._sync(is_clean=True)
+                self._syncing.finish()
         finally:
-            if not self._writers:  # one that hangs keeps its descriptors
+            if is_idle:  # one that hangs keeps its descriptors
                 self.files.close(deadline)
             self._end()
             emit(
@@ -708,7 +456,7 @@ class Volume:
             self.records.validate()
             free = self._space.all_free()
             assert len(np.unique(free)) == len(free), "a place is free twice"
-            assert not self._is_live(free).any(), "a live place is free"
+            assert not self.is_live(free).any(), "a live place is free"
             assert not self.records.pins[free].any(), "a pinned place is free"
 
     def check(self, *, fix: bool, progress: Progress | None = None) -> list[Finding]:
@@ -742,23 +490,3 @@ def _let_go(process: int, files: SegmentFiles, manifest: Manifest, lock: Directo
         files.close(1.0)
         manifest.close()
         lock.release()
-
-
-def _sealed_rows(
-    rows: npt.NDArray[np.void], pieces: list[list[memoryview]], runs: list[Run]
-) -> npt.NDArray[np.void]:
-    """Rows bound to their places and payloads; those in no run are empty."""
-    whole = rows.tobytes()
-    done = [bytes(ROW_BYTES)] * len(rows)
-    for segment, first, positions in runs:
-        for place, i in enumerate(positions, first):
-            binding = segment.binding(place)
-            row = whole[i * ROW_BYTES : (i + 1) * ROW_BYTES]
-            checksum = payload_checksum(stored_digest(pieces[i]), row, binding)
-            done[i] = _sealed(row[:8] + checksum + row[24:], binding)
-    return np.frombuffer(b"".join(done), ROW)
-
-
-def _sealed(row: bytes, binding: bytes) -> bytes:
-    """A row with its check."""
-    return row[:-8] + row_check(row, binding).to_bytes(8, "little")

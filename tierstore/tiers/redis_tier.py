@@ -1,4 +1,4 @@
-"""Tiers on a Redis server or cluster: blocks of one process, and records that machines share."""
+"""Blocks of one process on a Redis server or cluster."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ import os
 import struct
 import threading
 import time
-from concurrent.futures import wait
 from functools import partial
-from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from tierstore.errors import (
     CapacityError,
-    ConfigError,
     CorruptBlockError,
     TierFullError,
     TierOfflineError,
 )
-from tierstore.interfaces import DONE, Bytes, Completion, Ids, RecordTier, Tier
+from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
 from tierstore.kernels.element import is_host
 from tierstore.sizes import format_size, parse_size
 from tierstore.tiers.memory import copy
-from tierstore.tiers.server import RedisServer
-from tierstore.volume.format import check_key
+from tierstore.tiers.server import (
+    BATCH_BYTES,
+    BATCH_SLOTS,
+    CHECK_BYTES,
+    RedisServer,
+    Transfer,
+    check_ttl,
+    in_batches,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from concurrent.futures import Future
 
-    import numpy.typing as npt
     from _typeshed import ReadableBuffer
 
     from tierstore.layout import BlockLayout
@@ -44,16 +48,10 @@ if TYPE_CHECKING:
     Place = tuple[int, int]
     """A slot, and a row of the caller's array."""
 
-T = TypeVar("T")
-
-_CHECK_BYTES = 16
 _FIELD_BYTES = 96
 """What a server needs for a field beside its value, about."""
-_BATCH_BYTES = 1 << 20
-_BATCH_SLOTS = 256
 _KEY_BYTES = 4 << 20
 _KEY_SLOTS = 256
-_LONGEST_NAMESPACE = 255
 
 
 class RedisTier(Tier):
@@ -90,7 +88,7 @@ class RedisTier(Tier):
         name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_ttl(name, ttl)
+        check_ttl(name, ttl)
         self.name = name
         self.layout = layout
         self.damaged = self.lost = 0
@@ -104,9 +102,9 @@ class RedisTier(Tier):
             part.name: (number, layout.offset(part.name), layout.offset(part.name) + part.nbytes)
             for number, part in enumerate(stored)
         }
-        self._slot_bytes = layout.block_bytes + len(stored) * (_CHECK_BYTES + _FIELD_BYTES)
+        self._slot_bytes = layout.block_bytes + len(stored) * (CHECK_BYTES + _FIELD_BYTES)
         self._slots_of_key = max(1, min(_KEY_SLOTS, _KEY_BYTES // layout.block_bytes))
-        self._batch = max(1, min(_BATCH_SLOTS, _BATCH_BYTES // layout.block_bytes))
+        self._batch = max(1, min(BATCH_SLOTS, BATCH_BYTES // layout.block_bytes))
         self._writes = 0
         self._written = np.zeros((0, len(stored)), np.uint64)
         """Number of the last write of each part of each slot; 0 before the first."""
@@ -152,7 +150,7 @@ class RedisTier(Tier):
             fields = [_field(slot, part) for slot in cut for part, _, _ in self._spans.values()]
             commands.append(("HDEL", self._key(whole - 1), *fields))
         try:
-            for batch in _batches(commands, _BATCH_SLOTS):
+            for batch in in_batches(commands, BATCH_SLOTS):
                 self._server.run(batch)
         except TierOfflineError:
             return
@@ -162,7 +160,7 @@ class RedisTier(Tier):
     ) -> Completion:
         spans = self._chosen(parts)
         if is_host(out):
-            return _Transfer(self._reads(slots, out, rows, spans))
+            return Transfer(self._reads(slots, out, rows, spans))
         staged = np.zeros((len(slots), self.layout.block_bytes), np.uint8)
         everything = np.arange(len(slots), dtype=np.int32)
 
@@ -170,7 +168,7 @@ class RedisTier(Tier):
             for start, stop in self.layout.spans(parts):
                 copy(staged, everything, out, rows, start, stop)
 
-        return _Transfer(self._reads(slots, staged, everything, spans), spread)
+        return Transfer(self._reads(slots, staged, everything, spans), spread)
 
     def _reads(self, slots: Ids, out: Bytes, rows: Ids, spans: list[Span]) -> list[Future[None]]:
         self._keep()
@@ -211,7 +209,7 @@ class RedisTier(Tier):
                 "there; give the server more memory and maxmemory-policy noeviction",
             )
         data = memoryview(value)[:nbytes]
-        if len(value) != nbytes + _CHECK_BYTES or value[nbytes:] != self._check(slot, part, data):
+        if len(value) != nbytes + CHECK_BYTES or value[nbytes:] != self._check(slot, part, data):
             with self._lock:
                 self.damaged += 1
             raise CorruptBlockError(
@@ -234,7 +232,7 @@ class RedisTier(Tier):
         self._writes += 1
         for part, _, _ in spans:
             self._written[slots, part] = self._writes
-        return _Transfer(
+        return Transfer(
             [
                 self._server.start(partial(self._write_batch, batch, blocks, spans))
                 for batch in self._by_key(slots, rows)
@@ -269,7 +267,7 @@ class RedisTier(Tier):
     def _by_key(self, slots: Ids, rows: Ids) -> Iterator[Sequence[Place]]:
         """Slots with their rows in bounded batches, neighbours together."""
         pairs = sorted(zip(slots.tolist(), rows.tolist(), strict=True))
-        return _batches(pairs, self._batch)
+        return in_batches(pairs, self._batch)
 
     def _check(self, slot: int, part: int, data: ReadableBuffer) -> bytes:
         state = self._hash.copy()
@@ -287,7 +285,7 @@ class RedisTier(Tier):
             return
         self._refreshed = now
         keys = range(-(-self.capacity // self._slots_of_key))
-        for batch in _batches(keys, _BATCH_SLOTS):
+        for batch in in_batches(keys, BATCH_SLOTS):
             self._server.run([("PEXPIRE", self._key(key), self._ttl_ms) for key in batch])
 
     def sync(self) -> None:
@@ -299,213 +297,5 @@ class RedisTier(Tier):
         self._server.close()
 
 
-class RedisRecords(RecordTier):
-    """Records in a Redis server or cluster.
-
-    A value stands under ``tierstore:records:1:``, the namespace in hexadecimal, a colon and the
-    key. It ends in an xxh3-128 bound to namespace and key, which is checked before the bytes are
-    used. Servers may evict records as they like.
-
-    Parameters
-    ----------
-    url: as for `RedisTier`. Nothing is connected before the first call, so a server may come later.
-    namespace: 1 to 255 bytes that differ wherever values mean different things:
-        ``Identity.digest``.
-    max_value_bytes: longer values are not written, and never read.
-    ttl: seconds that a value lives after its write; None: as long as the server keeps it.
-    timeout: seconds that any single wait for the server may take.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        max_value_bytes: int | str = "64MiB",
-        ttl: float | None = None,
-        timeout: float = 1.0,
-        connections: int = 4,
-        name: str = "shared",
-    ) -> None:
-        if not 1 <= len(namespace) <= _LONGEST_NAMESPACE:
-            raise ConfigError(
-                f"{name}: a namespace of {len(namespace)} bytes: expected 1 to "
-                f"{_LONGEST_NAMESPACE}, for example Identity.digest"
-            )
-        if ttl is not None:
-            _check_ttl(name, ttl)
-        self.name = name
-        self.damaged = self.refused = 0
-        self.max_value_bytes = parse_size(max_value_bytes, "max_value_bytes")
-        self._life: Command = () if ttl is None else ("PX", int(ttl * 1000))
-        self._server = RedisServer(url, name, timeout, connections)
-        self._prefix = b"tierstore:records:1:" + namespace.hex().encode() + b":"
-        self._hash = xxhash.xxh3_128(self._prefix)
-        self._lock = threading.Lock()
-
-    @property
-    def medium(self) -> str:
-        return self._server.place
-
-    def read(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bytes | None]:
-        last = self.max_value_bytes + _CHECK_BYTES
-        # A range, since whoever can write there could make a plain GET as long as they like.
-        commands: list[Command] = [
-            ("GETRANGE", self._prefix + key, 0, last) for key in self._valid(keys)
-        ]
-        most = max(1, min(_BATCH_SLOTS, (64 << 20) // self.max_value_bytes))
-        values: list[bytes | None] = [None] * len(keys)
-        replies = self._ask(commands, most, deadline)
-        for i, (key, reply) in enumerate(zip(keys, replies, strict=True)):
-            values[i] = self._checked(key, reply)
-        return values
-
-    def _checked(self, key: bytes, reply: bytes | Exception) -> bytes | None:
-        if isinstance(reply, Exception):
-            if not str(reply).startswith("WRONGTYPE"):
-                self._server.check(reply)
-        elif not reply:
-            return None
-        elif len(reply) >= _CHECK_BYTES:
-            value = reply[:-_CHECK_BYTES]
-            if reply[-_CHECK_BYTES:] == self._check(key, value):
-                return value
-        with self._lock:
-            self.damaged += 1
-        return None
-
-    def write(
-        self, keys: Sequence[bytes], values: Sequence[ReadableBuffer]
-    ) -> npt.NDArray[np.bool_]:
-        last = {key: i for i, key in enumerate(self._valid(keys))}
-        if len(values) != len(keys):
-            raise ConfigError(
-                f"{self.name}: {len(keys)} keys and {len(values)} values: expected a value for "
-                "each key"
-            )
-        written = np.zeros(len(keys), np.bool_)
-        sizes = [memoryview(value).nbytes for value in values]
-        fits = [i for i in sorted(last.values()) if sizes[i] <= self.max_value_bytes]
-
-        def put(batch: list[int]) -> None:
-            replies = self._server.run([self._set(keys[i], values[i]) for i in batch])
-            for i, reply in zip(batch, replies, strict=True):
-                if not self._server.is_full(reply):
-                    self._server.check(reply)
-                    written[i] = True
-
-        under_way = [self._server.start(partial(put, batch)) for batch in _shared_out(fits, sizes)]
-        _Transfer(under_way).wait()
-        written[:] = [written[last[key]] for key in keys]
-        with self._lock:
-            self.refused += int((~written).sum())
-        return written
-
-    def _set(self, key: bytes, value: ReadableBuffer) -> Command:
-        data = memoryview(value).cast("B")
-        return ("SET", self._prefix + key, b"".join((data, self._check(key, data))), *self._life)
-
-    def remove(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        return self._counts("UNLINK", keys, None)
-
-    def clear(self) -> None:
-        found = self._server.keys(self._prefix)
-        while batch := list(islice(found, _BATCH_SLOTS)):
-            for reply in self._ask([("UNLINK", key) for key in batch], _BATCH_SLOTS):
-                self._server.check(reply)
-
-    def contains(
-        self, keys: Sequence[bytes], deadline: float | None = None
-    ) -> npt.NDArray[np.bool_]:
-        return self._counts("EXISTS", keys, deadline)
-
-    def _counts(
-        self, command: str, keys: Sequence[bytes], deadline: float | None
-    ) -> npt.NDArray[np.bool_]:
-        commands: list[Command] = [(command, self._prefix + key) for key in self._valid(keys)]
-        replies = self._ask(commands, _BATCH_SLOTS, deadline)
-        for reply in replies:
-            self._server.check(reply)
-        return np.array(replies, np.int64) > 0
-
-    def _valid(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        for key in keys:
-            check_key(key)
-        return keys
-
-    def _ask(
-        self, commands: Sequence[Command], most: int, deadline: float | None = None
-    ) -> list[Any]:
-        """Replies to `commands`, in bounded batches; TierOfflineError if they come too late."""
-        batches = list(_batches(commands, most))
-        answers: list[list[Any]] = [[] for _ in batches]
-
-        def ask(i: int) -> None:
-            answers[i] = self._server.run(batches[i])
-
-        under_way = [self._server.start(partial(ask, i)) for i in range(len(batches))]
-        late = wait(under_way, deadline).not_done
-        if late:
-            for future in late:
-                future.cancel()
-            raise TierOfflineError(
-                errno.ETIMEDOUT,
-                f"{self.name}: {self.medium} did not answer within {deadline} s: raise the "
-                "deadline, or see what holds the server up",
-            )
-        for future in under_way:
-            future.result()
-        return [reply for replies in answers for reply in replies]
-
-    def _check(self, key: bytes, value: ReadableBuffer) -> bytes:
-        state = self._hash.copy()
-        state.update(struct.pack("<H", len(key)))
-        state.update(key)
-        state.update(value)
-        return state.digest()
-
-    def close(self) -> None:
-        self._server.close()
-
-
-class _Transfer:
-    """Batches under way, and what is left to do when all have arrived."""
-
-    def __init__(
-        self, under_way: list[Future[None]], finish: Callable[[], None] | None = None
-    ) -> None:
-        self._under_way, self._finish = under_way, finish
-
-    def wait(self) -> None:
-        wait(self._under_way)
-        for future in self._under_way:
-            future.result()
-        if self._finish is not None:
-            self._finish()
-
-
-def _batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    return (items[first : first + most] for first in range(0, len(items), most))
-
-
-def _shared_out(numbers: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """`numbers` in batches of bounded length and bytes; ``sizes[i]`` bytes belong to number i."""
-    batch: list[int] = []
-    room = _BATCH_BYTES
-    for i in numbers:
-        if batch and (sizes[i] > room or len(batch) == _BATCH_SLOTS):
-            yield batch
-            batch, room = [], _BATCH_BYTES
-        batch.append(i)
-        room -= sizes[i]
-    if batch:
-        yield batch
-
-
 def _field(slot: int, part: int) -> bytes:
     return b"%d.%d" % (slot, part)
-
-
-def _check_ttl(name: str, ttl: float) -> None:
-    if not 0.001 <= ttl < 1e9:
-        raise ConfigError(f"{name}: ttl={ttl!r}: expected seconds, from 0.001 to below 1e9")
