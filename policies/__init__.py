@@ -7,18 +7,52 @@ from tierstore.policies.ewma_use import EwmaUse
 from tierstore.policies.lookahead import Lookahead
 from tierstore.policies.lrfu import LRFU
 from tierstore.policies.lru import LRU
+from tierstore.policies.queues import (
+    ARC,
+    CLOCK,
+    FIFO,
+    GDSF,
+    LFU,
+    LFUDA,
+    LIRS,
+    MRU,
+    S3FIFO,
+    SIEVE,
+    SLRU,
+    Belady,
+    QueueLRU,
+    QueuePolicy,
+    TwoQueue,
+    WTinyLFU,
+)
 from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
 __all__ = [
+    "ARC",
+    "CLOCK",
     "EWMA",
+    "FIFO",
+    "GDSF",
+    "LFU",
+    "LFUDA",
+    "LIRS",
     "LRFU",
     "LRU",
+    "MRU",
+    "S3FIFO",
+    "SIEVE",
+    "SLRU",
     "Adaptive",
+    "Belady",
     "BlockStats",
     "Clairvoyant",
     "EwmaUse",
     "Lookahead",
+    "QueueLRU",
+    "QueuePolicy",
     "Random",
     "RankedPolicy",
+    "TwoQueue",
+    "WTinyLFU",
 ]

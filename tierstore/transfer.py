@@ -75,10 +75,16 @@ class Transfers:
         except OSError:
             residency.return_slots(slots)
             raise
-        residency.install(handles, slots)
-        self.metrics.tiers[level].bytes_written += len(handles) * self.layout.block_bytes
         if level < self.backing:
             self._touch(level, handles)
+        self._enter(level, handles, slots)
+        self.metrics.tiers[level].bytes_written += len(handles) * self.layout.block_bytes
+
+    def _enter(self, level: int, handles: Ids, slots: Ids) -> None:
+        residency = self.residency[level]
+        residency.install(handles, slots)
+        if level < self.backing:
+            self.policies[level].on_admit(handles, residency.domains(handles))
 
     def cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> int:
         """`write` those blocks, in order, that their domains have room for; returns how many."""
@@ -110,7 +116,7 @@ class Transfers:
         except OSError:
             top.return_slots(slots)
             raise
-        top.install(missing, slots)
+        self._enter(0, missing, slots)
         self.metrics.tiers[0].hits += len(handles) - len(missing)
         self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
 
@@ -207,6 +213,12 @@ class Transfers:
             np.add.at(leased, top.domains(held), 1)
         return leased
 
+    def set_quota(self, level: int, domains: Ids, blocks: Pointers) -> None:
+        """Most blocks each of `domains` may hold in a tier, no less than it holds now."""
+        self.residency[level].set_quota(domains, blocks)
+        if level < self.backing:
+            self.policies[level].on_capacity(domains, blocks)
+
     # Out of a tier
 
     def make_room(self, level: int, incoming: Ids, access: Access) -> None:
@@ -262,6 +274,7 @@ class Transfers:
             cached = self.cache(below, lost, *self._bytes_of(level, lost))
             self.metrics.tiers[level].demotions += cached
         self.residency[level].remove(handles)
+        self.policies[level].on_evict(handles)
         self.metrics.tiers[level].evictions += len(handles)
 
     def _bytes_of(self, level: int, handles: Ids) -> tuple[Bytes, Ids]:
