@@ -15,6 +15,10 @@ pytest.register_assert_rewrite(
     "tierstore.testing.indexes",
     "tierstore.testing.keyed",
     "tierstore.testing.policies",
+    "tierstore.testing.policy_cache",
+    "tierstore.testing.policy_machine",
+    "tierstore.testing.policy_replays",
+    "tierstore.testing.policy_traces",
     "tierstore.testing.records",
     "tierstore.testing.tiers",
 )
