@@ -137,7 +137,7 @@ def leaf_first_order(request_ptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
 
 
 def next_uses(keys: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """int64 [n]: the position at which each access's key is accessed again, `NEVER` if it is not."""
+    """int64 [n]: the position of the next access of the same key; `NEVER` if there is none."""
     order = np.argsort(keys, kind="stable")
     again = keys[order[1:]] == keys[order[:-1]]
     following = np.full(len(keys), NEVER, np.int64)

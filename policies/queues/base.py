@@ -113,7 +113,8 @@ class QueuePolicy(EvictionPolicy):
     def on_evict(self, handles: Ids) -> None:
         if self._pending is not None and np.array_equal(self._pending, handles):
             self._pending = None
-        self.on_remove(handles)
+        else:
+            self.on_remove(handles)
 
     def on_remove(self, handles: Ids) -> None:
         self._settle()

@@ -8,12 +8,13 @@ that left and are still remembered.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.kernels.jit import part
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 OLDER, NEWER, PLACE, COUNT, DOMAIN, SAVED_AT = range(6)
 """Fields of a node; a policy may have more, from `OWN_FIELD` on. -1 means none."""

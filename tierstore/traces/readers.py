@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MOONCAKE_BLOCK_TOKENS = 512
-_ORACLE_RECORD = np.dtype(
-    [("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next_access", "<i8")]
-)
+_ORACLE_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next_access", "<i8")])
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 _MOST = 2**63
 
