@@ -355,7 +355,7 @@ class BlockStore:
                 selection.row_ptr, handles, selection.scores, moves.step, selection.everything
             )
             if self.backing > 0:
-                moves.policies[0].on_access(access)
+                moves.tell(0, "on_access", access)
             if misses == 0:
                 self.metrics.tiers[0].hits += len(handles)
                 yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))

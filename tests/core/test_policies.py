@@ -7,17 +7,44 @@ import pytest
 
 from tierstore.errors import ConfigError
 from tierstore.interfaces import Access, BlockScores
-from tierstore.policies import LRU, Lookahead, Random
-from tierstore.testing import PolicyTests
+from tierstore.policies import (
+    ARC,
+    CLOCK,
+    EWMA,
+    FIFO,
+    GDSF,
+    LFU,
+    LFUDA,
+    LIRS,
+    LRFU,
+    LRU,
+    MRU,
+    S3FIFO,
+    SIEVE,
+    SLRU,
+    Adaptive,
+    Belady,
+    EwmaUse,
+    Lookahead,
+    QueueLRU,
+    Random,
+    TwoQueue,
+    WTinyLFU,
+)
+from tierstore.testing import PolicyTests, QueuePolicyTests, ReplayTests
 from tierstore.testing.policies import Fact, History
 
 
 class TestLRU(PolicyTests):
+    is_stack = True
+
     def make_policy(self) -> LRU:
         return LRU()
 
 
 class TestLookahead(PolicyTests):
+    is_stack = True
+
     def make_policy(self) -> Lookahead:
         return Lookahead()
 
@@ -30,6 +57,133 @@ class TestLookaheadWithAPool(PolicyTests):
 class TestRandom(PolicyTests):
     def make_policy(self) -> Random:
         return Random(seed=3)
+
+
+class TestEWMA(PolicyTests):
+    is_stack = True
+
+    def make_policy(self) -> EWMA:
+        return EWMA()
+
+
+class TestLRFU(PolicyTests):
+    is_stack = True
+
+    def make_policy(self) -> LRFU:
+        return LRFU()
+
+
+class TestEwmaUse(PolicyTests):
+    is_stack = True
+
+    def make_policy(self) -> EwmaUse:
+        return EwmaUse()
+
+
+class TestAdaptive(PolicyTests):
+    sees_handles = True
+
+    def make_policy(self) -> Adaptive:
+        return Adaptive()
+
+
+class TestFIFO(QueuePolicyTests):
+    def make_policy(self) -> FIFO:
+        return FIFO()
+
+
+class TestQueueLRU(QueuePolicyTests):
+    is_stack = True
+
+    def make_policy(self) -> QueueLRU:
+        return QueueLRU()
+
+
+class TestMRU(QueuePolicyTests):
+    def make_policy(self) -> MRU:
+        return MRU()
+
+
+class TestCLOCK(QueuePolicyTests):
+    def make_policy(self) -> CLOCK:
+        return CLOCK()
+
+
+class TestLFU(QueuePolicyTests):
+    def make_policy(self) -> LFU:
+        return LFU()
+
+
+class TestLFUDA(QueuePolicyTests):
+    def make_policy(self) -> LFUDA:
+        return LFUDA()
+
+
+class TestGDSF(QueuePolicyTests):
+    def make_policy(self) -> GDSF:
+        return GDSF()
+
+
+class TestSLRU(QueuePolicyTests):
+    def make_policy(self) -> SLRU:
+        return SLRU()
+
+
+class TestTwoQueue(QueuePolicyTests):
+    def make_policy(self) -> TwoQueue:
+        return TwoQueue()
+
+
+class TestARC(QueuePolicyTests):
+    def make_policy(self) -> ARC:
+        return ARC()
+
+
+class TestLIRS(QueuePolicyTests):
+    def make_policy(self) -> LIRS:
+        return LIRS()
+
+
+class TestSIEVE(QueuePolicyTests):
+    def make_policy(self) -> SIEVE:
+        return SIEVE()
+
+
+class TestS3FIFO(QueuePolicyTests):
+    def make_policy(self) -> S3FIFO:
+        return S3FIFO()
+
+
+class TestWTinyLFU(QueuePolicyTests):
+    def make_policy(self) -> WTinyLFU:
+        return WTinyLFU()
+
+
+class TestCLOCKWithManyBits(QueuePolicyTests):
+    def make_policy(self) -> CLOCK:
+        return CLOCK(bits=3)
+
+
+class TestS3FIFOOfThePaper(QueuePolicyTests):
+    def make_policy(self) -> S3FIFO:
+        return S3FIFO(promote_at=2)
+
+
+class TestWTinyLFUWithAWideWindow(QueuePolicyTests):
+    def make_policy(self) -> WTinyLFU:
+        return WTinyLFU(window=0.5)
+
+
+class TestBelady(ReplayTests):
+    always_admits = False
+
+    def make_policy(self) -> Belady:
+        return Belady()
+
+
+class TestBeladyThatAdmitsAll(ReplayTests):
+    def make_policy(self) -> Belady:
+        return Belady(bypass=False)
 
 
 def access(

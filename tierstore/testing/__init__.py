@@ -32,6 +32,7 @@ from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
 from tierstore.testing.keyed import KeyedStoreMachine, KeyedStoreTests  # noqa: E402
 from tierstore.testing.kills import KillIO  # noqa: E402
 from tierstore.testing.policies import PolicyTests  # noqa: E402
+from tierstore.testing.policy_replays import QueuePolicyTests, ReplayTests  # noqa: E402
 from tierstore.testing.records import RecordTierTests  # noqa: E402
 from tierstore.testing.tiers import TierTests  # noqa: E402
 
@@ -47,6 +48,8 @@ __all__ = [
     "KeyedStoreTests",
     "KillIO",
     "PolicyTests",
+    "QueuePolicyTests",
     "RecordTierTests",
+    "ReplayTests",
     "TierTests",
 ]
