@@ -12,6 +12,7 @@ import pytest
 pytest.register_assert_rewrite(
     "tierstore.testing.admissions",
     "tierstore.testing.codecs",
+    "tierstore.testing.distinct",
     "tierstore.testing.indexes",
     "tierstore.testing.keyed",
     "tierstore.testing.policies",
@@ -26,6 +27,7 @@ pytest.register_assert_rewrite(
 from tierstore.testing.admissions import AdmissionTests  # noqa: E402
 from tierstore.testing.clock import FakeClock  # noqa: E402
 from tierstore.testing.codecs import CodecTests  # noqa: E402
+from tierstore.testing.distinct import assert_distinct  # noqa: E402
 from tierstore.testing.faults import FaultIO  # noqa: E402
 from tierstore.testing.history import History  # noqa: E402
 from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
@@ -52,4 +54,5 @@ __all__ = [
     "RecordTierTests",
     "ReplayTests",
     "TierTests",
+    "assert_distinct",
 ]
