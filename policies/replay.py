@@ -117,16 +117,27 @@ def replay(
         raise ConfigError(f"capacity={capacity}: expected at least 1")
     order = leaf_first_order(trace.request_ptr) if leaf_first else slice(None)
     keys = trace.keys[order]
-    sizes = None
-    if trace.sizes is not None:
-        sizes = np.empty(trace.distinct, np.int64)
-        sizes[trace.keys] = trace.sizes
-    policy.start(trace.distinct, capacity, sizes, costs)
+    policy.start(trace.distinct, capacity, _sizes(trace), costs)
     if policy.needs_future:
         policy.expect(next_uses(keys))
     hits = np.empty(len(keys), np.bool_)
     hits[order] = policy.request(keys)
     return Replay(trace, capacity, hits)
+
+
+def footprint(trace: RequestTrace) -> int:
+    """Capacity that holds everything: in blocks, or in bytes where the trace has sizes."""
+    sizes = _sizes(trace)
+    return trace.distinct if sizes is None else int(sizes.sum())
+
+
+def _sizes(trace: RequestTrace) -> npt.NDArray[np.int64] | None:
+    """int64 [distinct], of each key."""
+    if trace.sizes is None:
+        return None
+    sizes = np.empty(trace.distinct, np.int64)
+    sizes[trace.keys] = trace.sizes
+    return sizes
 
 
 def leaf_first_order(request_ptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -57,8 +57,11 @@ def compile_loops(policy: Mapping[str, Any]) -> Loops:
     version = hashlib.sha256(b"".join(Path(part).read_bytes() for part in parts)).hexdigest()[:16]
 
     def in_file_of_policy(loop: Callable[..., None]) -> Callable[..., None]:
-        code = loop.__code__.replace(co_filename=policy["__file__"])
-        return counting_free(FunctionType(code, names, f"{loop.__name__}_{version}"))
+        name = f"{loop.__name__}_{version}"
+        code = loop.__code__.replace(
+            co_filename=policy["__file__"], co_name=name, co_qualname=name
+        )
+        return counting_free(FunctionType(code, names))
 
     return Loops(*map(in_file_of_policy, (_request, _touch, _admit, _choose, _remove)))
 
