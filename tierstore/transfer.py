@@ -262,7 +262,7 @@ class Transfers:
             )
         return victims
 
-    def tell(self, level: int, event: str, *facts: object) -> Any:
+    def tell(self, level: int, event: str, *facts: object) -> Any:  # noqa: ANN401 (see `_named`)
         """Call a method of a tier's policy; PolicyError for an exception of its own."""
         policy = self.policies[level]
         try:

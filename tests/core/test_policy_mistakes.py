@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -28,10 +28,10 @@ class Wrong(LRU):
     error: Exception | None = None
     raises_in = ""
 
-    def victims(self, demand: Demand) -> Any:
+    def victims(self, demand: Demand) -> Ids:
         self._may_raise("victims")
         right = super().victims(demand)
-        return right if self.answer is None else self.answer(demand, right)
+        return right if self.answer is None else cast("Ids", self.answer(demand, right))
 
     def on_access(self, access: Access) -> None:
         self._may_raise("on_access")

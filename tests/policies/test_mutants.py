@@ -1,4 +1,4 @@
-"""Queue policies with a known mistake: the independent ones of the tests tell each of them apart."""
+"""Queue policies with a known mistake: the tests' independent ones tell each of them apart."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MUTANTS = {
     ),
     "ARC with whole ratios": Mutant("np.true_divide", "np.floor_divide", arc, "ARC", "arc"),
     "W-TinyLFU admitting ties": Mutant(
-        "q.node[candidate, COUNT] <= q.node[k, COUNT]", "q.node[candidate, COUNT] < q.node[k, COUNT]",
+        "COUNT] <= q.node[k, COUNT]", "COUNT] < q.node[k, COUNT]",
         tinylfu, "WTinyLFU", "w-tinylfu",
     ),
 }  # fmt: skip

@@ -6,15 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import PolicyError
-from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids
 from tierstore.policies import (
     EWMA,
     FIFO,
@@ -28,12 +27,17 @@ from tierstore.policies import (
     Random,
     RankedPolicy,
 )
-from tierstore.policies.ranked import Rank
 from tierstore.policies.replay import POLICIES
 from tierstore.testing import PolicyTests, assert_distinct
 from tierstore.testing.distinct import sieve_turns
 from tierstore.testing.policy_cache import PolicyCache, fewest_misses, next_uses
 from tierstore.traces.generators import loop, phase_shift
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierstore.interfaces import Access, Demand, Ids
+    from tierstore.policies.ranked import Rank
 
 ROOT = Path(__file__).parents[2]
 ANOMALY = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5]
@@ -97,7 +101,9 @@ def test_shipped_queue_policies_are_told_apart() -> None:
 
 def test_shipped_ranked_policies_are_told_apart() -> None:
     trace = phase_shift(phases=3, requests=400, blocks=60, scan=20).keys.tolist()
-    assert_distinct({p.__name__: p for p in (LRU, Lookahead, EWMA, LRFU, EwmaUse, Random)}, trace, 10)
+    assert_distinct(
+        {p.__name__: p for p in (LRU, Lookahead, EWMA, LRFU, EwmaUse, Random)}, trace, 10
+    )
 
 
 def test_a_trace_that_tells_nothing_apart_is_refused() -> None:
@@ -114,10 +120,10 @@ def test_a_trace_too_short_for_sieve_is_refused() -> None:
 
 
 def test_turns_of_the_hand_are_counted() -> None:
-    """Nothing is used twice in a loop: the hand goes round once for each capacity of misses."""
-    trace = loop(100, 20).keys.tolist()
-    assert sieve_turns(trace, 10) == 9
-    assert sieve_turns([0, 1, 0, 1], 2) == 0
+    """It passes over what was used; where nothing is, it stays at the old end."""
+    assert sieve_turns(loop(100, 20).keys.tolist(), 10) == 0
+    assert sieve_turns([0, 1, 0, 1, 2], 2) == 1
+    assert sieve_turns([0, 1, 0, 1, 2, 1, 2, 3], 2) == 2
 
 
 # Policies that are wrong
@@ -178,31 +184,26 @@ class HashesNames(Base):
         return np.array([hash(f"block {handle}") for handle in stats.handles.tolist()])
 
 
-class RemembersHandles(Base):
-    """Does not forget what handles were before they came back as other blocks."""
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-
-    def on_access(self, access: Access) -> None:
-        super().on_access(access)
-        self._known |= set(access.handles.tolist())
-
-    def on_remove(self, handles: Ids) -> None:
-        self._known -= set(handles.tolist())
-
-    def rank(self, stats: BlockStats) -> Rank:
-        assert self._known >= set(stats.handles.tolist())
-        return stats.last_used
-
-
 class NoStack(FIFO):
     """First in, first out."""
 
 
 class ForgetsWhenPickled(Base):
-    def __reduce__(self) -> Any:
-        return type(self), ()
+    """What was used most leaves first."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, int] = {}
+
+    def on_access(self, access: Access) -> None:
+        super().on_access(access)
+        for handle in access.handles.tolist():
+            self._uses[handle] = self._uses.get(handle, 0) + 1
+
+    def rank(self, stats: BlockStats) -> Rank:
+        return np.array([-self._uses.get(handle, 0) for handle in stats.handles.tolist()])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_uses": {}}
 
 
 class HashesNamesSuite(PolicyTests):
@@ -218,15 +219,27 @@ WRONG = {
     "asking_for_victims_changes_nothing": [ChangesWhenAsked],
     "the_same_history_has_the_same_victims": [Unseeded],
     "numbers_of_blocks_do_not_matter": [GoesByNumber],
-    "anything_may_happen_at_any_moment": [ChangesWhenAsked, RemembersHandles, NeverRefuses],
+    "anything_may_happen_at_any_moment": [ChangesWhenAsked, NeverRefuses],
     "hits_of_a_smaller_cache_are_hits_of_a_larger_one": [NoStack],
     "a_policy_pickled_in_the_middle_goes_on_as_before": [ForgetsWhenPickled],
 }
 
 
+@pytest.fixture
+def without_shrinking() -> Iterator[None]:
+    """That the machine fails is enough here; how is not of interest."""
+    before = settings.get_current_profile_name()
+    profile = settings(settings.get_profile(before), phases=[Phase.generate])
+    settings.register_profile("without shrinking", profile)
+    settings.load_profile("without shrinking")
+    yield
+    settings.load_profile(before)
+
+
 @pytest.mark.parametrize(
     ("law", "policy"), [(law, policy) for law, wrong in WRONG.items() for policy in wrong]
 )
+@pytest.mark.usefixtures("without_shrinking")
 def test_a_wrong_policy_breaks_a_law(law: str, policy: type[RankedPolicy]) -> None:
     class Suite(PolicyTests):
         is_stack = True
@@ -234,7 +247,7 @@ def test_a_wrong_policy_breaks_a_law(law: str, policy: type[RankedPolicy]) -> No
         def make_policy(self) -> RankedPolicy:
             return policy()
 
-    with pytest.raises((AssertionError, PolicyError, KeyError, ExceptionGroup, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, PolicyError, ExceptionGroup, pytest.fail.Exception)):
         getattr(Suite(), f"test_{law}")()
 
 
@@ -263,4 +276,4 @@ def test_the_suite_of_the_document_passes(tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout
-    assert int(re.findall(r"(\d+) passed", answer.stdout)[0]) >= 40
+    assert int(re.findall(r"(\d+) passed", answer.stdout)[0]) >= 18

@@ -38,7 +38,9 @@ def assert_distinct(
     )
     hits = {name: _hits(make(), trace, capacity) for name, make in policies.items()}
     shares = {(a, b): float((hits[a] != hits[b]).mean()) for a, b in combinations(hits, 2)}
-    alike = [f"{a} and {b} ({share:.3%})" for (a, b), share in shares.items() if share < LEAST_SHARE]
+    alike = [
+        f"{a} and {b} ({share:.3%})" for (a, b), share in shares.items() if share < LEAST_SHARE
+    ]
     assert not alike, (
         f"the trace does not tell apart {', '.join(alike)}: expected {LEAST_SHARE:.1%} of its "
         "requests to differ"
@@ -46,9 +48,7 @@ def assert_distinct(
     return shares
 
 
-def _hits(
-    policy: EvictionPolicy, trace: Sequence[int], capacity: int
-) -> npt.NDArray[np.bool_]:
+def _hits(policy: EvictionPolicy, trace: Sequence[int], capacity: int) -> npt.NDArray[np.bool_]:
     keys = max(trace) + 1
     if isinstance(policy, ReplayedPolicy):
         policy.start(keys, capacity)

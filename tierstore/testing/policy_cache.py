@@ -154,9 +154,7 @@ class PolicyCache:
     def _number_keys(self) -> None:
         order = list(self._blocks)
         per_segment = [self._space.all_handles(s)[order].tolist() for s in self._segments.tolist()]
-        self._handle_of = [
-            per_segment[key % SEGMENTS][key // SEGMENTS] for key in range(self.keys)
-        ]
+        self._handle_of = [per_segment[key % SEGMENTS][key // SEGMENTS] for key in range(self.keys)]
         self._key_of = {handle: key for key, handle in enumerate(self._handle_of)}
 
     def _tell_capacity(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from abc import ABC, abstractmethod
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -129,9 +130,7 @@ class ReplayTests(ABC):
 
     @law
     @given(requests, capacities)
-    def test_a_replay_that_fits_misses_each_key_once(
-        self, trace: Requests, capacity: int
-    ) -> None:
+    def test_a_replay_that_fits_misses_each_key_once(self, trace: Requests, capacity: int) -> None:
         trace = [key % capacity for key in trace]
         assert self.hits(trace, capacity).count(False) == len(set(trace))
 
@@ -139,7 +138,7 @@ class ReplayTests(ABC):
         assert self.hits([7] * 20, 1) == [False] + [True] * 19
         trace = skewed(0)
         if self.always_admits:
-            changes = [a == b for a, b in zip(trace, trace[1:], strict=False)]
+            changes = [a == b for a, b in pairwise(trace)]
             assert self.hits(trace, 1) == [False, *changes]
         new = list(range(100))
         assert not any(request(self.started(new, 5, keys=100), new))

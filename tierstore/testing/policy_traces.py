@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -98,7 +99,7 @@ class PolicyTraceTests(ABC):
     def test_one_block_holds_the_last_key(self) -> None:
         trace = skewed(0)
         hits = self.cache(1).run(trace, 0).hits
-        assert hits == [False, *(a == b for a, b in zip(trace, trace[1:], strict=False))]
+        assert hits == [False, *(a == b for a, b in pairwise(trace))]
 
     def test_keys_that_never_come_back_never_hit(self) -> None:
         cache = PolicyCache(self.make_policy(), 100, 5)
