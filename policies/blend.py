@@ -54,7 +54,6 @@ class Blend(RankedPolicy):
         self._uses.bind(space)
 
     def on_access(self, access: Access) -> None:
-        super().on_access(access)
         self._scores.update(access)
         self._uses.update(access)
 
@@ -62,3 +61,6 @@ class Blend(RankedPolicy):
         fast, slow = (self._scores.mean(number, stats.handles) for number in range(2))
         uses = np.log(self._uses.uses(stats.handles) + _UNUSED)
         return self._share * fast + (1 - self._share) * slow + self._weight * uses
+
+    def tie(self, stats: BlockStats) -> Rank:
+        return stats.handles
