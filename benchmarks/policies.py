@@ -49,8 +49,6 @@ class Place(NamedTuple):
     blocks: int
 
 
-Maker = "Callable[[Place], EvictionPolicy]"
-
 POLICIES: dict[str, Callable[[Place], EvictionPolicy]] = {
     "Random": lambda _: Random(),
     "LRU": lambda _: LRU(),
@@ -88,8 +86,10 @@ class Case(NamedTuple):
         return f"{self.index}, budget {100 * self.budget:.4g} %, window x{self.window:g}"
 
 
-def run(say: Say, *, traces: str, repeat: int = 7) -> Findings:
+def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
     """Replay every attention trace in a directory, then measure what a choice costs."""
+    if traces is None:
+        raise ConfigError("traces=None: expected a directory of attention traces; pass --traces")
     paths = sorted(Path(traces).glob("*.trace"))
     if not paths:
         raise ConfigError(
