@@ -1,6 +1,7 @@
 """Who leaves when a tier is full: one policy per file."""
 
 from tierstore.policies.adaptive import Adaptive
+from tierstore.policies.blend import Blend
 from tierstore.policies.clairvoyant import Clairvoyant
 from tierstore.policies.ewma import EWMA
 from tierstore.policies.ewma_use import EwmaUse
@@ -28,9 +29,13 @@ from tierstore.policies.queues import (
 from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
+DEFAULT_FOR_ATTENTION = Blend
+"""Makes the policy that fetched least for attention; docs/policies.md says how it was chosen."""
+
 __all__ = [
     "ARC",
     "CLOCK",
+    "DEFAULT_FOR_ATTENTION",
     "EWMA",
     "FIFO",
     "GDSF",
@@ -45,6 +50,7 @@ __all__ = [
     "SLRU",
     "Adaptive",
     "Belady",
+    "Blend",
     "BlockStats",
     "Clairvoyant",
     "EwmaUse",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.kernels.tables import CHUNK
-from tierstore.policies.ewma import EWMA
+from tierstore.policies.blend import Blend
 from tierstore.policies.ewma_use import EwmaUse
 from tierstore.policies.lookahead import Lookahead
 from tierstore.policies.lrfu import LRFU
@@ -18,6 +17,8 @@ from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
 from tierstore.policies.shadows import Shadows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access, Ids
 
@@ -41,7 +42,7 @@ class Adaptive(RankedPolicy):
 
     def __init__(
         self,
-        candidates: Sequence[Callable[[], RankedPolicy]] = (EWMA, EwmaUse, Lookahead, LRU, LRFU),
+        candidates: Sequence[Callable[[], RankedPolicy]] = (Blend, EwmaUse, Lookahead, LRU, LRFU),
         *,
         window: float = 2.0,
         every: int = 4,
@@ -83,8 +84,7 @@ class Adaptive(RankedPolicy):
 
     def _led(self, stats: BlockStats, ranks: Sequence[Callable[[BlockStats], Rank]]) -> Rank:
         """Each domain's residents by the rank of its leader."""
-        row_ptr = stats.demand.row_ptr
-        leader = np.repeat(self._leaders(stats), np.diff(row_ptr))
+        leader = np.repeat(self._leaders(stats), np.diff(stats.row_ptr))
         out = np.empty(len(stats.handles))
         for number in np.unique(leader).tolist():
             np.copyto(out, ranks[number](stats), where=leader == number)
@@ -92,10 +92,10 @@ class Adaptive(RankedPolicy):
 
     def _leaders(self, stats: BlockStats) -> Ids:
         """The candidate with the fewest misses over the residents of each domain."""
-        row_ptr = stats.demand.row_ptr
-        rows = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
+        domains = len(stats.row_ptr) - 1
+        rows = np.repeat(np.arange(domains), np.diff(stats.row_ptr))
         misses = self._shadows.misses(self._space.owner_segment[stats.handles // CHUNK])
-        total = np.zeros((len(row_ptr) - 1, len(self.candidates)))
+        total = np.zeros((domains, len(self.candidates)))
         np.add.at(total, rows, misses)
         leaders: Ids = np.argmin(total * self._handicap, axis=1).astype(np.int32)
         return leaders
