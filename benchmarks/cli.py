@@ -46,8 +46,12 @@ BENCHMARKS = {
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
     ),
+    "policies": Benchmark(
+        "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
+        frozenset({"repeat", "traces"}),
+    ),
 }
-_OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records")
+_OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records", "traces")
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -73,6 +77,9 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
+    )
+    parser.add_argument(
+        "--traces", metavar="DIR", help="attention traces to replay (policies); it needs them"
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
 

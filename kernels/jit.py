@@ -19,8 +19,21 @@ except ImportError:
         """Unsigned arithmetic wraps around, as it does when compiled."""
         return np.errstate(over="ignore")(function)
 
+    counting_free = part = njit
+
 else:
 
     def njit(function: Function) -> Function:
         """Compiled on first use, cached on disk, and running without the GIL."""
         return cast("Function", _njit(cache=True, nogil=True)(function))
+
+    def counting_free(function: Function) -> Function:
+        """As `njit`, for functions that allocate nothing: they do not count references to arrays.
+
+        Counting takes ten times as long as a small function that is given a tuple of arrays.
+        """
+        return cast("Function", _njit(cache=True, nogil=True, _nrt=False)(function))
+
+    def part(function: Function) -> Function:
+        """As `counting_free`, and kept on disk only as a part of what calls it."""
+        return cast("Function", _njit(nogil=True, _nrt=False)(function))

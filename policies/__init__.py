@@ -1,8 +1,64 @@
 """Who leaves when a tier is full: one policy per file."""
 
+from tierstore.policies.adaptive import Adaptive
+from tierstore.policies.blend import Blend
+from tierstore.policies.clairvoyant import Clairvoyant
+from tierstore.policies.ewma import EWMA
+from tierstore.policies.ewma_use import EwmaUse
 from tierstore.policies.lookahead import Lookahead
+from tierstore.policies.lrfu import LRFU
 from tierstore.policies.lru import LRU
+from tierstore.policies.queues import (
+    ARC,
+    CLOCK,
+    FIFO,
+    GDSF,
+    LFU,
+    LFUDA,
+    LIRS,
+    MRU,
+    S3FIFO,
+    SIEVE,
+    SLRU,
+    Belady,
+    QueueLRU,
+    QueuePolicy,
+    TwoQueue,
+    WTinyLFU,
+)
 from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
-__all__ = ["LRU", "BlockStats", "Lookahead", "Random", "RankedPolicy"]
+DEFAULT_FOR_ATTENTION = Blend
+"""Makes the policy that fetched least for attention; docs/policies.md says how it was chosen."""
+
+__all__ = [
+    "ARC",
+    "CLOCK",
+    "DEFAULT_FOR_ATTENTION",
+    "EWMA",
+    "FIFO",
+    "GDSF",
+    "LFU",
+    "LFUDA",
+    "LIRS",
+    "LRFU",
+    "LRU",
+    "MRU",
+    "S3FIFO",
+    "SIEVE",
+    "SLRU",
+    "Adaptive",
+    "Belady",
+    "Blend",
+    "BlockStats",
+    "Clairvoyant",
+    "EwmaUse",
+    "Lookahead",
+    "QueueLRU",
+    "QueuePolicy",
+    "Random",
+    "RankedPolicy",
+    "TwoQueue",
+    "WTinyLFU",
+]

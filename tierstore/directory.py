@@ -131,6 +131,13 @@ class HandleSpace:
         handles: Ids = self.handles_of(np.array([segment], np.int32), blocks)[0]
         return handles
 
+    def block_of(self, handle: int) -> tuple[int, int]:
+        """Segment and number of the block with that handle; segment -1 if there is none."""
+        chunk, offset = divmod(handle, CHUNK)
+        if not 0 <= chunk < len(self.owner_segment):
+            return -1, -1
+        return int(self.owner_segment[chunk]), int(self.owner_index[chunk]) * CHUNK + offset
+
     def truncate(self, segment: int, blocks: int) -> None:
         """Let `segment` end after so many blocks at most; chunks no longer needed become free."""
         blocks = min(blocks, int(self.blocks[segment]))

@@ -249,9 +249,18 @@ class EvictionPolicy(ABC):
     def bind(self, space: HandleSpace) -> None:  # noqa: B027 (a policy may need no memory)
         """Called once before anything else: take per-handle memory with ``space.column``."""
 
+    def on_capacity(self, domains: Ids, blocks: Pointers) -> None:  # noqa: B027 (need not care)
+        """Each of `domains` may hold so many blocks from now on."""
+
     @abstractmethod
     def on_access(self, access: Access) -> None:
         """Blocks were selected, whether they were resident or not."""
+
+    def on_admit(self, handles: Ids, domains: Ids) -> None:  # noqa: B027 (need not care)
+        """Blocks came in; ``domains[i]`` is that of ``handles[i]``."""
+
+    def on_evict(self, handles: Ids) -> None:  # noqa: B027 (need not care)
+        """Blocks left the tier, victims or others; they may come back."""
 
     @abstractmethod
     def victims(self, demand: Demand) -> Ids:

@@ -189,7 +189,7 @@ class BlockStore:
                 tier.resize(slots)
                 residency.resize(slots)
             if self._is_shared(level):
-                residency.set_quota(_ONE_DOMAIN, np.array([slots], np.int64))
+                self._moves.set_quota(level, _ONE_DOMAIN, np.array([slots], np.int64))
 
     def _clear_slots(self, level: int, slots: int) -> None:
         """Evict until a tier can do with its first `slots` slots."""
@@ -234,7 +234,7 @@ class BlockStore:
                 self._moves.step += 1
                 idle = self._moves.idle_access()
                 self._moves.evict(0, self._moves.victims(0, domains, over, idle))
-            top.set_quota(domains, blocks)
+            self._moves.set_quota(0, domains, blocks)
 
     def _pressure_on(self, level: int) -> Callable[[int], None]:
         """Shrinks a tier's slots when other data of its memory needs the room."""
@@ -355,7 +355,7 @@ class BlockStore:
                 selection.row_ptr, handles, selection.scores, moves.step, selection.everything
             )
             if self.backing > 0:
-                moves.policies[0].on_access(access)
+                moves.tell(0, "on_access", access)
             if misses == 0:
                 self.metrics.tiers[0].hits += len(handles)
                 yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.directory import Residency
-from tierstore.errors import CapacityError, PolicyError
+from tierstore.errors import CapacityError, PolicyError, TierstoreError
 from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers, Selection
 from tierstore.kernels import tables
 
@@ -72,13 +72,19 @@ class Transfers:
         slots = residency.take_slots(len(handles))
         try:
             self.tiers[level].write(slots, data, rows).wait()
-        except OSError:
+            if level < self.backing:
+                self._touch(level, handles)
+        except (OSError, PolicyError):
             residency.return_slots(slots)
             raise
-        residency.install(handles, slots)
+        self._enter(level, handles, slots)
         self.metrics.tiers[level].bytes_written += len(handles) * self.layout.block_bytes
+
+    def _enter(self, level: int, handles: Ids, slots: Ids) -> None:
+        residency = self.residency[level]
+        residency.install(handles, slots)
         if level < self.backing:
-            self._touch(level, handles)
+            self.tell(level, "on_admit", handles, residency.domains(handles))
 
     def cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> int:
         """`write` those blocks, in order, that their domains have room for; returns how many."""
@@ -107,10 +113,10 @@ class Transfers:
         slots = top.take_slots(len(missing))
         try:
             self.read(missing, self.tiers[0].view, slots, first=1)
-        except OSError:
+        except (OSError, PolicyError):
             top.return_slots(slots)
             raise
-        top.install(missing, slots)
+        self._enter(0, missing, slots)
         self.metrics.tiers[0].hits += len(handles) - len(missing)
         self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
 
@@ -141,7 +147,7 @@ class Transfers:
         """Tell a tier's policy that blocks there were used."""
         row_ptr = np.array([0, len(handles)], np.int64)
         no_scores = np.zeros(len(handles), np.float32)
-        self.policies[level].on_access(Access(row_ptr, handles, no_scores, self.step))
+        self.tell(level, "on_access", Access(row_ptr, handles, no_scores, self.step))
 
     # In parts
 
@@ -207,6 +213,12 @@ class Transfers:
             np.add.at(leased, top.domains(held), 1)
         return leased
 
+    def set_quota(self, level: int, domains: Ids, blocks: Pointers) -> None:
+        """Most blocks each of `domains` may hold in a tier, no less than it holds now."""
+        self.residency[level].set_quota(domains, blocks)
+        if level < self.backing:
+            self.tell(level, "on_capacity", domains, blocks)
+
     # Out of a tier
 
     def make_room(self, level: int, incoming: Ids, access: Access) -> None:
@@ -224,7 +236,10 @@ class Transfers:
         self.evict(level, self.victims(level, domains, wanted, access))
 
     def victims(self, level: int, domains: Ids, need: Pointers, access: Access) -> Ids:
-        """Ask the policy for `need` blocks of each domain, or all that may leave; check it."""
+        """Ask the policy for `need` blocks of each domain, or all that may leave.
+
+        PolicyError if it raises, or names what may not leave; nothing has moved then.
+        """
         residency = self.residency[level]
         row_ptr, residents = residency.collect(domains)
         eligible: npt.NDArray[np.bool_] = np.empty(len(residents), np.bool_)
@@ -233,23 +248,62 @@ class Transfers:
         tables.eligible(residents, row_ptr, leases, last_used, self.step, eligible, able)
         need = np.minimum(need, able)
         demand = Demand(domains, row_ptr, residents, eligible, need, access)
-        victims = self.policies[level].victims(demand)
+        victims = self._named(level, demand)
         expected = np.repeat(domains, need)
-        bad = len(expected)
-        if len(victims) == len(expected):
-            bad = tables.first_bad_victim(
-                victims, expected, residency.domain_of, self._space.owner_segment,
-                residency.slot_of.array, leases, last_used, self.step,
-            )  # fmt: skip
+        bad = tables.first_bad_victim(
+            victims, expected, residency.domain_of, self._space.owner_segment,
+            residency.slot_of.array, leases, last_used, self.step,
+        )  # fmt: skip
         if bad >= 0:
-            found = f"{len(victims)} victims"
-            if bad < len(victims):
-                found = f"block handle {victims[bad]}"
             raise PolicyError(
-                f"{type(self.policies[level]).__name__}.victims returned {found}: expected "
-                f"distinct eligible residents, {need.tolist()} of the domains {domains.tolist()}"
+                f"{type(self.policies[level]).__name__}.victims named "
+                f"{self._fault(level, victims, bad, int(expected[bad]))}: expected distinct "
+                f"eligible residents, {need.tolist()} of the domains {domains.tolist()}"
             )
         return victims
+
+    def tell(self, level: int, event: str, *facts: object) -> Any:  # noqa: ANN401 (see `_named`)
+        """Call a method of a tier's policy; PolicyError for an exception of its own."""
+        policy = self.policies[level]
+        try:
+            return getattr(policy, event)(*facts)
+        except TierstoreError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"{type(policy).__name__}.{event} raised {error!r}") from error
+
+    def _named(self, level: int, demand: Demand) -> Ids:
+        """The policy's answer, if it is an array of as many handles as it should be."""
+        victims = self.tell(level, "victims", demand)
+        count = int(demand.need.sum())
+        found = type(victims).__name__
+        if isinstance(victims, np.ndarray):
+            found = f"{victims.dtype} {list(victims.shape)}"
+            if victims.dtype == np.int32 and victims.shape == (count,):
+                return victims
+        raise PolicyError(
+            f"{type(self.policies[level]).__name__}.victims returned {found}: expected int32 "
+            f"[{count}], {demand.need.tolist()} handles of the domains {demand.domains.tolist()}"
+        )
+
+    def _fault(self, level: int, victims: Ids, position: int, domain: int) -> str:
+        """The block that a policy should not have named at that position, and why."""
+        residency, handle = self.residency[level], int(victims[position])
+        segment, number = self._space.block_of(handle)
+        if segment < 0:
+            return f"handle {handle}, which is no block's"
+        block = f"block {number} of segment {segment}"
+        if residency.slot_of.array[handle] < 0:
+            reason = "is not in the tier"
+        elif handle in victims[:position]:
+            reason = "was named before"
+        elif residency.domain_of[segment] != domain:
+            reason = f"is of domain {residency.domain_of[segment]}, where one of {domain} was due"
+        elif self.leases.array[handle] > 0:
+            reason = "is leased"
+        else:
+            reason = "is used by the running step"
+        return f"{block}, which {reason}"
 
     def evict(self, level: int, handles: Ids) -> None:
         """Take blocks out of a tier; the next gets those it lacks, unless it is the last."""
@@ -262,6 +316,7 @@ class Transfers:
             cached = self.cache(below, lost, *self._bytes_of(level, lost))
             self.metrics.tiers[level].demotions += cached
         self.residency[level].remove(handles)
+        self.tell(level, "on_evict", handles)
         self.metrics.tiers[level].evictions += len(handles)
 
     def _bytes_of(self, level: int, handles: Ids) -> tuple[Bytes, Ids]:
@@ -279,7 +334,7 @@ class Transfers:
         for level, residency in enumerate(self.residency):
             residency.remove(handles[residency.slot_of.array[handles] >= 0])
             if level < self.backing:
-                self.policies[level].on_remove(handles)
+                self.tell(level, "on_remove", handles)
 
 
 def _bad_selection(selection: Selection, position: int) -> str:

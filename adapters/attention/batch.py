@@ -25,13 +25,16 @@ from tierstore.scratch import Scratch
 from tierstore.store import BlockStore, Visit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
-    from tierstore.interfaces import Bytes, Ids, Pointers, Tier
+    from tierstore.interfaces import Bytes, Ids, Pointers, Selection, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
+
+    SelectionListener = Callable[[int, Ids, Selection], None]
+    """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
@@ -45,6 +48,7 @@ class Rules(NamedTuple):
     budget: float | int
     window: float | None
     record: bool
+    on_selection: SelectionListener | None = None
 
     @property
     def attends_residents(self) -> bool:
@@ -284,6 +288,8 @@ class Batch:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
         selection = layer.index.select(query, self._budgets)
+        if self.rules.on_selection is not None:
+            self.rules.on_selection(number, layer.blocks, selection)
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tierstore.adapters.attention.batch import SelectionListener
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.store import BlockStore
 
@@ -57,6 +58,9 @@ class SparseAttention:
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
+    on_selection: is called with what each step selects in each layer, as
+        ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
+        `tierstore.traces.recorder`.
 
     Errors
     ------
@@ -78,6 +82,7 @@ class SparseAttention:
         window: float | None = None,
         tiers: TierFactory | None = None,
         record: bool = False,
+        on_selection: SelectionListener | None = None,
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
@@ -111,7 +116,7 @@ class SparseAttention:
         self._stack = stack
         if len(stack.tiers) == 1:
             window = None
-        self._rules = Rules(geometry, system, amount, window, record)
+        self._rules = Rules(geometry, system, amount, window, record, on_selection)
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False

@@ -12,10 +12,15 @@ import pytest
 pytest.register_assert_rewrite(
     "tierstore.testing.admissions",
     "tierstore.testing.codecs",
+    "tierstore.testing.distinct",
     "tierstore.testing.indexes",
     "tierstore.testing.keyed",
     "tierstore.testing.keyed_machine",
     "tierstore.testing.policies",
+    "tierstore.testing.policy_cache",
+    "tierstore.testing.policy_machine",
+    "tierstore.testing.policy_replays",
+    "tierstore.testing.policy_traces",
     "tierstore.testing.records",
     "tierstore.testing.tiers",
 )
@@ -23,6 +28,7 @@ pytest.register_assert_rewrite(
 from tierstore.testing.admissions import AdmissionTests  # noqa: E402
 from tierstore.testing.clock import FakeClock  # noqa: E402
 from tierstore.testing.codecs import CodecTests  # noqa: E402
+from tierstore.testing.distinct import assert_distinct  # noqa: E402
 from tierstore.testing.faults import FaultIO  # noqa: E402
 from tierstore.testing.history import History  # noqa: E402
 from tierstore.testing.indexes import IndexSetting, IndexTests  # noqa: E402
@@ -30,6 +36,7 @@ from tierstore.testing.keyed import KeyedStoreTests  # noqa: E402
 from tierstore.testing.keyed_machine import KeyedStoreMachine  # noqa: E402
 from tierstore.testing.kills import KillIO  # noqa: E402
 from tierstore.testing.policies import PolicyTests  # noqa: E402
+from tierstore.testing.policy_replays import QueuePolicyTests, ReplayTests  # noqa: E402
 from tierstore.testing.records import RecordTierTests  # noqa: E402
 from tierstore.testing.tiers import TierTests  # noqa: E402
 
@@ -45,6 +52,9 @@ __all__ = [
     "KeyedStoreTests",
     "KillIO",
     "PolicyTests",
+    "QueuePolicyTests",
     "RecordTierTests",
+    "ReplayTests",
     "TierTests",
+    "assert_distinct",
 ]

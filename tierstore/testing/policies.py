@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +16,7 @@ from tierstore.errors import PolicyError
 from tierstore.interfaces import Access, BlockScores, Demand
 from tierstore.memory import unlimited
 from tierstore.testing.laws import law
+from tierstore.testing.policy_traces import PolicyTraceTests
 
 if TYPE_CHECKING:
     from tierstore.interfaces import EvictionPolicy, Ids
@@ -136,12 +136,8 @@ class History:
         return victims
 
 
-class PolicyTests(ABC):
+class PolicyTests(PolicyTraceTests):
     """Inherit, and make the policy. Its handles are bare numbers here: there is no store."""
-
-    @abstractmethod
-    def make_policy(self) -> EvictionPolicy:
-        """A new policy; each call makes an equal one (the same seed, say)."""
 
     @law
     @given(scripts, st.integers(0))

@@ -1,0 +1,110 @@
+"""What is remembered of every block from step to step, resident or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.kernels import histories
+from tierstore.kernels.tables import CHUNK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.directory import Column, HandleSpace
+    from tierstore.interfaces import Access, Ids, Scores
+
+
+LEAST_MASS = -20.72
+"""Log of an attention mass of 1e-9: what is smaller is nothing."""
+
+
+class ScoreHistory:
+    """Exponentially weighted means of each block's scores; -inf before the first one.
+
+    Parameters
+    ----------
+    alphas: weight of the newest score in each of the means, in (0, 1].
+    low, high: scores outside count as these.
+    """
+
+    def __init__(self, alphas: Sequence[float], low: float, high: float) -> None:
+        for alpha in alphas:
+            if not 0 < alpha <= 1:
+                raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
+        self._weights = np.array(alphas, np.float32)
+        self._bounds = np.float32(low), np.float32(high)
+        self._scores: Scores = np.empty((0, 0), np.float32)
+
+    def bind(self, space: HandleSpace) -> None:
+        self._space = space
+        self._means = [space.column(np.float32, fill=-np.inf) for _ in self._weights]
+
+    def update(self, access: Access, shift: Scores | None = None) -> None:
+        """Take in the step's scores, each less ``shift[row]``, of all blocks of its rows."""
+        everything = access.everything
+        if everything is None:
+            return
+        if shift is None:
+            shift = np.zeros(len(everything.segments), np.float32)
+        space, segments = self._space, everything.segments
+        shape = (len(segments), everything.unit_of.shape[1])
+        if self._scores.shape != shape:
+            self._scores = np.empty(shape, np.float32)
+        histories.scores_of_blocks(
+            space.blocks, segments, everything.unit_of, everything.unit_scores, shift,
+            *self._bounds, self._scores,
+        )  # fmt: skip
+        for weight, mean in zip(self._weights, self._means, strict=True):
+            histories.blend(space.chunks, space.blocks, segments, self._scores, weight, mean.array)
+
+    def mean(self, number: int, handles: Ids) -> Scores:
+        """The mean of that number; -inf for blocks that never had a score."""
+        return _taken(handles, self._means[number])
+
+
+class UseCount:
+    """How often a block was selected; each step that its segment makes takes a share away.
+
+    Parameters
+    ----------
+    decay: what is left of a use one step later, in [0, 1].
+    """
+
+    def __init__(self, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"decay={decay}: expected a factor in [0, 1], for example 0.95")
+        self.decay = decay
+
+    def bind(self, space: HandleSpace) -> None:
+        self._space = space
+        self._column = space.column(np.float32)
+
+    def update(self, access: Access) -> None:
+        """Count the step's uses."""
+        segments = segments_of(access, self._space)
+        histories.decay(
+            self._space.chunks, self._space.blocks, segments, np.float32(self.decay),
+            self._column.array,
+        )  # fmt: skip
+        histories.count_uses(access.handles, self._column.array)
+
+    def uses(self, handles: Ids) -> Scores:
+        """The uses that are left."""
+        return _taken(handles, self._column)
+
+
+def _taken(handles: Ids, column: Column) -> Scores:
+    out: Scores = np.empty(len(handles), np.float32)
+    histories.take(handles, column.array, out)
+    return out
+
+
+def segments_of(access: Access, space: HandleSpace) -> Ids:
+    """The segments that make a step, each once."""
+    if access.everything is not None:
+        return access.everything.segments
+    segments: Ids = np.unique(space.owner_segment[access.handles // CHUNK])
+    return segments

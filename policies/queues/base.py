@@ -1,0 +1,232 @@
+"""The reduced base of policies that keep an order: amortised O(1), for domains of millions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError, PolicyError
+from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids, Pointers
+from tierstore.policies.queues.lists import (
+    CAPACITY,
+    OWN_FIELD,
+    SAVED,
+    SERIAL,
+    TIME,
+    Queues,
+    own_column,
+)
+
+if TYPE_CHECKING:
+    from tierstore.policies.queues.loops import Loops
+
+_NONE: Ids = np.zeros(0, np.int32)
+_NO_NODES: Ids = np.zeros((0, 0), np.int32)
+
+
+class _Column(Protocol):
+    @property
+    def array(self) -> npt.NDArray[Any]: ...
+
+
+class Space(Protocol):
+    """Gives out arrays with one entry per key; a `HandleSpace`, or what a replay has instead."""
+
+    def column(
+        self,
+        dtype: npt.DTypeLike,
+        fill: float = 0,
+        purpose: str = "policy",
+        entry: tuple[int, ...] = (),
+    ) -> _Column:
+        """As ``HandleSpace.column``."""
+
+
+class QueuePolicy(EvictionPolicy):
+    """A policy of linked lists. Its file has a few compiled functions, its class says how many
+    lists there are; `tierstore.policies.queues.lists` has the parts.
+
+    A store asks for victims and may then not evict them. So a search runs in earnest and saves what
+    it changes; unless the next event is the eviction of just those blocks, all is taken back.
+
+    Attributes
+    ----------
+    lists: how many the policy has, of residents and of ghosts. numbers: what its own numbers of a
+        domain begin as. own_fields: fields of a key beyond the common ones. is_ranked: whether keys
+        have priorities. loops: its compiled functions.
+    """
+
+    lists: ClassVar[int]
+    numbers: ClassVar[tuple[int, ...]] = ()
+    own_fields: ClassVar[int] = 0
+    is_ranked: ClassVar[bool] = False
+    needs_future: ClassVar[bool] = False
+    loops: ClassVar[Loops]
+
+    def __init__(self, *rules: float) -> None:
+        self._rules = np.array(rules, np.float64)
+        self._size = self._future = np.zeros(0, np.int64)
+        self._cost = np.zeros(0, np.float64)
+        self._clock = np.zeros(3, np.int64)
+        self._saved, self._saved_keys = _NO_NODES, _NONE
+        self._pending: Ids | None = None
+        empty_list = (-1, -1, 0)
+        self._empty_domain = np.array([0, 0, *empty_list * self.lists, *self.numbers], np.int64)
+        assert len(self._empty_domain) == own_column(self.lists) + len(self.numbers)
+        self._head = self._empty_domain[None].copy()
+
+    # As the store's policy
+
+    def bind(self, space: Space) -> None:
+        self._node = space.column(np.int32, fill=-1, entry=(OWN_FIELD + self.own_fields,))
+        self._rank = space.column(np.float64, entry=(2 if self.is_ranked else 0,))
+        self._able = space.column(np.int32)
+
+    def on_capacity(self, domains: Ids, blocks: Pointers) -> None:
+        self._settle()
+        self._reserve(domains)
+        self._head[domains, CAPACITY] = blocks
+
+    def on_access(self, access: Access) -> None:
+        self._settle()
+        self.loops.touch(self._state(), access.handles)
+
+    def on_admit(self, handles: Ids, domains: Ids) -> None:
+        self._settle()
+        self._reserve(domains)
+        self.loops.admit(self._state(), domains, handles)
+
+    def victims(self, demand: Demand) -> Ids:
+        self._settle()
+        self._check(demand)
+        self._reserve(demand.domains)
+        if len(self._saved) != len(self._node.array):
+            self._saved, self._saved_keys = _unused_like(self._node.array)
+        self._before = demand.domains.copy(), self._head[demand.domains], self._clock[TIME]
+        self._clock[SERIAL] += 1
+        self._able.array[demand.residents[demand.eligible]] = self._clock[SERIAL]
+        self._pending = self._search(demand)
+        return self._pending.copy()
+
+    def on_evict(self, handles: Ids) -> None:
+        if self._pending is not None and np.array_equal(self._pending, handles):
+            self._pending = None
+        else:
+            self.on_remove(handles)
+
+    def on_remove(self, handles: Ids) -> None:
+        self._settle()
+        self.loops.remove(self._state(), handles)
+
+    def _check(self, demand: Demand) -> None:
+        able = np.concatenate([[0], np.cumsum(demand.eligible)])[demand.row_ptr]
+        short = np.flatnonzero(np.diff(able) < demand.need)
+        if len(short):
+            row = short[0]
+            raise PolicyError(
+                f"{type(self).__name__}: domain {demand.domains[row]} should give up "
+                f"{demand.need[row]} blocks, but fewer may leave"
+            )
+
+    def _search(self, demand: Demand) -> Ids:
+        """Evict in earnest. Residents that were never admitted come in first."""
+        state = self._state(self._able.array, self._saved, self._saved_keys)
+        counts = np.diff(demand.row_ptr)
+        capacity = self._head[demand.domains, CAPACITY]
+        self._head[demand.domains, CAPACITY] = np.where(capacity, capacity, counts)
+        self.loops.admit(state, np.repeat(demand.domains, counts), demand.residents)
+        victims: Ids = np.empty(int(demand.need.sum()), np.int32)
+        self.loops.choose(state, demand.domains, demand.need, victims)
+        return victims
+
+    def _settle(self) -> None:
+        """Take back what a search changed, unless it was carried out."""
+        if self._pending is not None:
+            saved = int(self._clock[SAVED])
+            self._node.array[self._saved_keys[:saved]] = self._saved[:saved]
+            domains, heads, time = self._before
+            self._head[domains] = heads
+            self._clock[TIME] = time
+            self._pending = None
+        self._clock[SAVED] = 0
+
+    def _reserve(self, domains: Ids) -> None:
+        short = int(domains.max(initial=-1)) + 1 - len(self._head)
+        if short > 0:
+            more = np.tile(self._empty_domain, (max(short, len(self._head) // 4), 1))
+            self._head = np.concatenate([self._head, more])
+
+    def _state(self, able: Ids = _NONE, saved: Ids = _NO_NODES, saved_keys: Ids = _NONE) -> Queues:
+        return Queues(
+            self._node.array, self._head, self._head.view(np.float64), self._rank.array, self._size,
+            self._cost, able, saved, saved_keys, self._clock, self._future, self._rules,
+        )  # fmt: skip
+
+    # In a replay
+
+    def start(
+        self,
+        keys: int,
+        capacity: int,
+        size: npt.NDArray[np.int64] | None = None,
+        cost: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Begin with nothing, for keys numbered below `keys` and one domain of that capacity.
+
+        size, cost: of each key, where they differ.
+        """
+        if hasattr(self, "_node"):
+            raise ConfigError(f"this {type(self).__name__} is in use: expected a new one")
+        self.bind(_KeySpace(keys))
+        if size is not None:
+            self._size = size
+        if cost is not None:
+            self._cost = cost
+        self.on_capacity(np.zeros(1, np.int32), np.array([capacity]))
+
+    def expect(self, future: npt.NDArray[np.int64]) -> None:
+        """Say when the key of each request, counted from 0, is requested again."""
+        self._future = future
+
+    def request(self, keys: Ids) -> npt.NDArray[np.bool_]:
+        """Get or insert each key, one after the other; whether it was there.
+
+        What is larger than the capacity never comes in, and nobody leaves for it.
+        """
+        hits = np.zeros(len(keys), np.bool_)
+        self.loops.request(self._state(), 0, keys, hits)
+        return hits
+
+
+class _KeySpace:
+    """Columns for a fixed number of keys."""
+
+    def __init__(self, keys: int) -> None:
+        self._keys = keys
+
+    def column(
+        self,
+        dtype: npt.DTypeLike,
+        fill: float = 0,
+        purpose: str = "policy",
+        entry: tuple[int, ...] = (),
+    ) -> _Fixed:
+        return _Fixed(np.full((self._keys, *entry), fill, dtype))
+
+
+class _Fixed(NamedTuple):
+    array: npt.NDArray[Any]
+
+
+def _unused_like(node: Ids) -> tuple[Ids, Ids]:
+    """Room to save all nodes. The system gives memory only to what is written."""
+    return np.empty_like(node), np.empty(len(node), np.int32)
+
+
+def checked_share(name: str, value: float, most: float = 1.0) -> float:
+    """`value` if it is a share above 0; ConfigError otherwise."""
+    if not 0 < value <= most:
+        raise ConfigError(f"{name}={value}: expected a share of the capacity above 0, up to {most}")
+    return value

@@ -1,0 +1,92 @@
+"""Seeded request traces in which policies differ, or which look like those of conversations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.traces.requests import Hashes, RequestTrace
+
+
+def zipf(requests: int, blocks: int, skew: float = 1.0, seed: int = 0) -> RequestTrace:
+    """Each request uses one block: the one of rank r with a probability of r ** -skew."""
+    _positive(requests=requests, blocks=blocks)
+    return RequestTrace.of_blocks(_zipf(np.random.default_rng(seed), requests, blocks, skew))
+
+
+def _zipf(random: np.random.Generator, requests: int, blocks: int, skew: float) -> Hashes:
+    mass = np.cumsum(np.arange(1, blocks + 1) ** -skew)
+    drawn = np.searchsorted(mass, random.random(requests) * mass[-1], side="right")
+    return drawn.astype(np.uint64)
+
+
+def phase_shift(
+    phases: int = 6, requests: int = 8_000, blocks: int = 1_000, scan: int = 400, seed: int = 0
+) -> RequestTrace:
+    """Phases of a skewed choice (0.9) among blocks that move on by half, each with a scan after it.
+
+    What one policy learns is worth little in the next phase, so policies come apart.
+    """
+    _positive(phases=phases, requests=requests, blocks=blocks)
+    random = np.random.default_rng(seed)
+    parts = []
+    for phase in range(phases):
+        ranks = random.permutation(blocks).astype(np.uint64)
+        parts.append(ranks[_zipf(random, requests, blocks, 0.9)] + np.uint64(phase * blocks // 2))
+        parts.append(np.arange(scan, dtype=np.uint64) + np.uint64(10**9 + phase * scan))
+    return RequestTrace.of_blocks(np.concatenate(parts))
+
+
+def loop(requests: int, blocks: int) -> RequestTrace:
+    """The same blocks in the same order, again and again."""
+    _positive(requests=requests, blocks=blocks)
+    return RequestTrace.of_blocks(np.arange(requests) % blocks)
+
+
+def scan(requests: int) -> RequestTrace:
+    """Blocks that are used once each."""
+    _positive(requests=requests)
+    return RequestTrace.of_blocks(np.arange(requests))
+
+
+def sessions(
+    requests: int = 2_000, concurrent: int = 40, turns: float = 3.0, seed: int = 0
+) -> RequestTrace:
+    """Conversations that grow from turn to turn, under a few system prompts with a common root.
+
+    Three quarters of the blocks are used once, and reuse comes soon, as in Mooncake's trace.
+
+    Parameters
+    ----------
+    concurrent: conversations that are under way at a time. turns: mean number of a conversation.
+    """
+    _positive(requests=requests, concurrent=concurrent, turns=turns)
+    random = np.random.default_rng(seed)
+    prompts = [[0, *range(1 + 4 * number, 5 + 4 * number)] for number in range(8)]
+    fresh = 1_000
+    chains: list[list[int]] = [[] for _ in range(concurrent)]
+    category = np.empty(requests, np.int64)
+    used: list[list[int]] = []
+    session_of = list(range(concurrent))
+    for request in range(requests):
+        who = int(random.integers(concurrent))
+        if not chains[who] or random.random() < 1 / turns:
+            chains[who] = list(prompts[int(random.zipf(1.6)) % len(prompts)])
+            session_of[who] = concurrent + request
+        grown = int(random.geometric(0.08))
+        chains[who] = [*chains[who], *range(fresh, fresh + grown)]
+        fresh += grown
+        # The last block of a turn is rarely full: the next turn has another one in its place.
+        used.append(chains[who])
+        chains[who] = chains[who][: -int(random.integers(1, max(2, grown // 2)))]
+        category[request] = session_of[who]
+    ptr = np.cumsum([0, *map(len, used)]).astype(np.int64)
+    blocks = np.array([block for chain in used for block in chain], np.uint64)
+    times = np.cumsum(random.exponential(300.0, requests)).astype(np.int64)
+    return RequestTrace(ptr, blocks, timestamps=times, categories=category)
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: expected at least 1")

@@ -1,0 +1,131 @@
+"""Request traces: which blocks each request used, from the root of its prefix chain to the leaf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import TraceError
+from tierstore.traces.file import read_trace, write_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Hashes = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+
+KIND = "requests"
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTrace:
+    """Requests in the order of their arrival; TraceError if the arrays do not fit together.
+
+    Attributes
+    ----------
+    request_ptr: int64 [requests + 1]; request r used ``blocks[request_ptr[r]:request_ptr[r + 1]]``.
+    blocks: uint64 [n] prefix hashes, root first; equal hashes are the same block.
+    sizes: int64 [n] > 0, bytes of each block of `blocks`; None where all are equal.
+    timestamps: int64 [requests], milliseconds since some start; None if unknown.
+    categories: int64 [requests], the kind or session of each request; None if unknown.
+    facts: what else is known, for instance ``block_tokens``, as JSON can hold it.
+    """
+
+    request_ptr: Integers
+    blocks: Hashes
+    sizes: Integers | None = None
+    timestamps: Integers | None = None
+    categories: Integers | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ptr = self.request_ptr
+        _check("request_ptr", ptr, np.int64, None)
+        _check("blocks", self.blocks, np.uint64, None)
+        if len(ptr) < 1 or ptr[0] != 0 or ptr[-1] != len(self.blocks) or (np.diff(ptr) < 0).any():
+            raise TraceError(
+                "request_ptr: expected to rise from 0 to the number of blocks, "
+                f"{len(self.blocks)}; found {ptr[:8].tolist()}..."
+            )
+        for name, length in _OPTIONAL.items():
+            array = getattr(self, name)
+            if array is not None:
+                _check(name, array, np.int64, len(self.blocks) if length == "n" else len(ptr) - 1)
+        if self.sizes is not None:
+            self._check_sizes(self.sizes)
+
+    def _check_sizes(self, sizes: Integers) -> None:
+        if sizes.min(initial=1) < 1:
+            raise TraceError(f"sizes: expected bytes above 0, found {sizes.min()}")
+        of_key = np.empty(self.distinct, np.int64)
+        of_key[self.keys] = sizes
+        changed = np.flatnonzero(of_key[self.keys] != sizes)
+        if len(changed):
+            raise TraceError(
+                f"sizes: expected one size for each block, found {sizes[changed[0]]} at position "
+                f"{changed[0]} and {of_key[self.keys[changed[0]]]} elsewhere for the same block"
+            )
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return len(self.request_ptr) - 1
+
+    @property
+    def keys(self) -> npt.NDArray[np.int32]:
+        """int32 [n]: the blocks, numbered from 0 in the order of their hashes."""
+        return self._numbered[1]
+
+    @property
+    def distinct(self) -> int:
+        """Number of different blocks: the footprint."""
+        return len(self._numbered[0])
+
+    @property
+    def _numbered(self) -> tuple[Hashes, npt.NDArray[np.int32]]:
+        cached: tuple[Hashes, npt.NDArray[np.int32]] | None = self.__dict__.get("_numbers")
+        if cached is None:
+            hashes, keys = np.unique(self.blocks, return_inverse=True)
+            cached = hashes, keys.astype(np.int32)
+            self.__dict__["_numbers"] = cached
+        return cached
+
+    @classmethod
+    def of_blocks(cls, blocks: npt.ArrayLike, **facts: object) -> Self:
+        """A trace in which each request uses one block."""
+        hashes = np.asarray(blocks, np.uint64)
+        return cls(np.arange(len(hashes) + 1), hashes, facts=facts)
+
+    def save(self, path: Path) -> None:
+        """Write the trace to a file; OSError of the file system passes through."""
+        arrays = {"request_ptr": self.request_ptr, "blocks": self.blocks}
+        given = {name: getattr(self, name) for name in _OPTIONAL}
+        arrays.update({name: array for name, array in given.items() if array is not None})
+        write_trace(path, KIND, self.facts, arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote; TraceError for any other file."""
+        facts, arrays = read_trace(path, KIND)
+        known = {"request_ptr", "blocks", *_OPTIONAL}
+        if not {"request_ptr", "blocks"} <= set(arrays) <= known:
+            raise TraceError(
+                f"{path}: expected arrays request_ptr, blocks and perhaps {', '.join(_OPTIONAL)}; "
+                f"found {', '.join(sorted(arrays))}"
+            )
+        return cls(**arrays, facts=facts)  # type: ignore[arg-type]
+
+
+_OPTIONAL = {"sizes": "n", "timestamps": "requests", "categories": "requests"}
+
+
+def _check(name: str, array: npt.NDArray[Any], dtype: npt.DTypeLike, length: int | None) -> None:
+    wanted = np.dtype(dtype)
+    if array.dtype != wanted or array.ndim != 1 or length not in (None, len(array)):
+        raise TraceError(
+            f"{name}: expected {wanted} [{'n' if length is None else length}], found "
+            f"{array.dtype} {list(array.shape)}"
+        )
