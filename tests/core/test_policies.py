@@ -7,7 +7,25 @@ import pytest
 
 from tierstore.errors import ConfigError
 from tierstore.interfaces import Access, BlockScores
-from tierstore.policies import LRU, Lookahead, Random
+from tierstore.policies import (
+    ARC,
+    CLOCK,
+    FIFO,
+    GDSF,
+    LFU,
+    LFUDA,
+    LIRS,
+    LRU,
+    MRU,
+    S3FIFO,
+    SIEVE,
+    SLRU,
+    Lookahead,
+    QueueLRU,
+    Random,
+    TwoQueue,
+    WTinyLFU,
+)
 from tierstore.testing import PolicyTests
 from tierstore.testing.policies import Fact, History
 
@@ -30,6 +48,76 @@ class TestLookaheadWithAPool(PolicyTests):
 class TestRandom(PolicyTests):
     def make_policy(self) -> Random:
         return Random(seed=3)
+
+
+class TestARC(PolicyTests):
+    def make_policy(self) -> ARC:
+        return ARC()
+
+
+class TestCLOCK(PolicyTests):
+    def make_policy(self) -> CLOCK:
+        return CLOCK()
+
+
+class TestFIFO(PolicyTests):
+    def make_policy(self) -> FIFO:
+        return FIFO()
+
+
+class TestGDSF(PolicyTests):
+    def make_policy(self) -> GDSF:
+        return GDSF()
+
+
+class TestLFU(PolicyTests):
+    def make_policy(self) -> LFU:
+        return LFU()
+
+
+class TestLFUDA(PolicyTests):
+    def make_policy(self) -> LFUDA:
+        return LFUDA()
+
+
+class TestLIRS(PolicyTests):
+    def make_policy(self) -> LIRS:
+        return LIRS()
+
+
+class TestMRU(PolicyTests):
+    def make_policy(self) -> MRU:
+        return MRU()
+
+
+class TestQueueLRU(PolicyTests):
+    def make_policy(self) -> QueueLRU:
+        return QueueLRU()
+
+
+class TestS3FIFO(PolicyTests):
+    def make_policy(self) -> S3FIFO:
+        return S3FIFO()
+
+
+class TestSIEVE(PolicyTests):
+    def make_policy(self) -> SIEVE:
+        return SIEVE()
+
+
+class TestSLRU(PolicyTests):
+    def make_policy(self) -> SLRU:
+        return SLRU()
+
+
+class TestTwoQueue(PolicyTests):
+    def make_policy(self) -> TwoQueue:
+        return TwoQueue()
+
+
+class TestWTinyLFU(PolicyTests):
+    def make_policy(self) -> WTinyLFU:
+        return WTinyLFU()
 
 
 def access(
