@@ -1,4 +1,4 @@
-"""The container of every trace: named arrays of numbers and a header in one .npz file."""
+"""The container of every trace: named arrays and a header in one .npz file, without pickle."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def write_trace(
             raise TraceError(f"array {name!r}: expected numbers, found Python objects")
     header = {"format": _FORMAT, "version": VERSION, "kind": kind, "facts": dict(facts)}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    named: dict[str, Any] = {_HEADER: text, **arrays}
+    content: dict[str, Any] = {_HEADER: text, **arrays}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
-            np.savez_compressed(file, **named)
+            np.savez_compressed(file, **content)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
