@@ -38,6 +38,7 @@ class TierOptions:
     disk_codec: str | None = None
     keep: bool = False
     window: float | None = None
+    hysteresis: float | str | None = None
 
     def attach(self, model: PreTrainedModel) -> TierCache:
         """Attach `model` with these options."""
@@ -53,6 +54,7 @@ class TierOptions:
             disk_codec=self.disk_codec,
             keep=self.keep,
             window=self.window,
+            hysteresis=self.hysteresis,
         )
 
 

@@ -340,13 +340,19 @@ class BlockStore:
 
     # Reading
 
-    def visit(self, selection: Selection, segments: Ids) -> Generator[Visit, None, None]:
+    def visit(
+        self, selection: Selection, segments: Ids, *, hysteresis: float = 0.0
+    ) -> Generator[Visit, None, None]:
         """Bring the selected blocks of each row into the top tier, and yield them.
 
         Usually once. A selection larger than its domain comes in several visits that together hold
         each block once. While a visit lasts, the top tier stays as it is. CapacityError if a domain
         has no room for a single block. PolicyError if the selection names a block that its segment
         does not have, or one twice.
+
+        hysteresis: a selected block that is not in the top tier is left out, and not fetched,
+            unless its score is at least so much above the lowest score selected in its row. 0
+            fetches all, and so does a row whose domain holds fewer blocks than the row selects.
         """
         with self._changing():
             moves, top = self._moves, self._moves.residency[0]
@@ -356,11 +362,16 @@ class BlockStore:
             )
             if self.backing > 0:
                 moves.policies[0].on_access(access)
+            row_ptr = selection.row_ptr
+            if misses and hysteresis > 0:
+                row_ptr, kept = moves.worth_fetching(selection, segments, slots, hysteresis)
+                misses -= len(handles) - len(kept)
+                handles, slots, valid = handles[kept], slots[kept], valid[kept]
             if misses == 0:
                 self.metrics.tiers[0].hits += len(handles)
-                yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))
+                yield from self._hold(Visit(row_ptr, slots, valid, handles))
                 return
-            for row_ptr, chosen in self._moves.passes(selection.row_ptr, handles, slots):
+            for row_ptr, chosen in moves.passes(row_ptr, handles, slots):
                 part = handles if chosen is None else handles[chosen]
                 moves.fetch(part, access)
                 counts = valid if chosen is None else valid[chosen]

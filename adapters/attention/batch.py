@@ -16,6 +16,7 @@ from tierstore.adapters.attention.capacity import (
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.arrays import as_array
+from tierstore.errors import ConfigError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
 from tierstore.kernels.tables import CHUNK
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
+    from tierstore.hysteresis import Hysteresis
     from tierstore.interfaces import Bytes, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
@@ -44,12 +46,14 @@ class Rules(NamedTuple):
     preset: Preset
     budget: float | int
     window: float | None
+    hysteresis: Hysteresis
     record: bool
 
     @property
     def attends_residents(self) -> bool:
         """Whether a step attends to everything in the top tier."""
-        return self.preset.attends_residents and self.window is not None
+        wants = self.preset.attends_residents or self.hysteresis.is_on
+        return wants and self.window is not None
 
 
 class Batch:
@@ -101,6 +105,8 @@ class Batch:
         fit_middle_tiers(self.store, rows * blocks)
         self._is_fitted = False
         self._most_residents = 0
+        self._fetched: int | None = None
+        """Blocks fetched before the running step; None before the first that selects."""
         self._lse: Array = np.empty((0, 0), np.float32)
         self._weights: Array = np.empty((0, 0, 0), np.float32)
 
@@ -278,6 +284,11 @@ class Batch:
         budgets = np.repeat(self.budgets(), layer.heads)
         self._budgets: Ids = np.minimum(budgets, layer.blocks).astype(np.int32)
         self._has_blocks = bool(layer.blocks.any())
+        fetched = self.store.metrics.fetched
+        if self._fetched is not None:
+            size = self.store.layout.block_bytes
+            self.rules.hysteresis.after_step((fetched - self._fetched) * size)
+        self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
 
     def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
@@ -288,7 +299,14 @@ class Batch:
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
         partial: torch.Tensor | None = None
-        for i, visit in enumerate(self.store.visit(selection, layer.segments)):
+        hysteresis = self.rules.hysteresis
+        if hysteresis.is_on and selection.everything is None:
+            raise ConfigError(
+                f"hysteresis: the index of preset {self.rules.preset.name!r} gives no scores to "
+                "compare: expected hysteresis=0, or another preset"
+            )
+        visits = self.store.visit(selection, layer.segments, hysteresis=hysteresis.delta)
+        for i, visit in enumerate(visits):
             if visit.is_whole and self.rules.attends_residents:
                 visit = self.store.residents(layer.segments)
             elif not visit.is_whole and partial is None:

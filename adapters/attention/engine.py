@@ -16,6 +16,7 @@ from tierstore.adapters.attention.chain import TierFactory, TierStack
 from tierstore.adapters.attention.report import Report, TierReport
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
+from tierstore.hysteresis import Hysteresis
 from tierstore.layout import BlockLayout
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import parse_budget
@@ -54,6 +55,10 @@ class SparseAttention:
         memory-mapped file.
     window: capacity of the fast tier in budgets; the preset's by default, less where the limit is
         tight.
+    hysteresis: nats of log score by which a selected block that is not in the first tier must beat
+        the last one selected in its row to be fetched; or the bytes that a step should fetch, such
+        as ``"512KiB"``, which the nats then follow. What is not fetched is not attended; everything
+        in the fast tier is. 0 fetches all; the preset's by default.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
@@ -76,11 +81,13 @@ class SparseAttention:
         disk_codec: str | None = None,
         keep: bool = False,
         window: float | None = None,
+        hysteresis: float | str | None = None,
         tiers: TierFactory | None = None,
         record: bool = False,
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
+        filter_ = Hysteresis(system.hysteresis if hysteresis is None else hysteresis)
         if window is not None and not 1 <= window < math.inf:
             raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
         if tiers is not None and not fast is dram is disk is None:
@@ -111,7 +118,7 @@ class SparseAttention:
         self._stack = stack
         if len(stack.tiers) == 1:
             window = None
-        self._rules = Rules(geometry, system, amount, window, record)
+        self._rules = Rules(geometry, system, amount, window, filter_, record)
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False
@@ -250,6 +257,9 @@ class SparseAttention:
             window=self._window(),
             selected_blocks=metrics.selected,
             hit_rate=metrics.hit_rate,
+            fetched_bytes=metrics.fetched * self.layout.block_bytes,
+            filtered_bytes=metrics.filtered * self.layout.block_bytes,
+            hysteresis=rules.hysteresis.delta,
             index_bytes=batch.index_bytes if batch else 0,
             kernels=kernels.backend_of(tiers[0].view),
             tiers=tuple(

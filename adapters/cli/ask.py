@@ -54,6 +54,7 @@ def _tiers(options: argparse.Namespace) -> TierOptions:
         disk_codec=options.disk_codec,
         keep=options.keep,
         window=options.window,
+        hysteresis=options.hysteresis,
     )
 
 

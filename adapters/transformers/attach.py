@@ -36,6 +36,7 @@ def attach(
     disk_codec: str | None = None,
     keep: bool = False,
     window: float | None = None,
+    hysteresis: float | str | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -52,6 +53,8 @@ def attach(
         past the page cache; None for a memory-mapped file.
     keep: leave the files in `disk` when the cache is closed.
     window: capacity of the fast tier in budgets; the preset's by default.
+    hysteresis: nats by which a missing block must beat the last one selected to be fetched, or the
+        bytes that a step should fetch, for example ``"512KiB"``; the preset's by default.
 
     Raises
     ------
@@ -69,6 +72,7 @@ def attach(
             disk_codec=disk_codec,
             keep=keep,
             window=window,
+            hysteresis=hysteresis,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)
