@@ -42,6 +42,10 @@ BENCHMARKS = {
         "how far sparse attention is from full attention, and whether it finds planted facts",
         frozenset({"tokens"}),
     ),
+    "hysteresis": Benchmark(
+        "bytes saved by fetching only what is better than the last block selected, and its cost",
+        frozenset({"tokens"}),
+    ),
     "store": Benchmark(
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),

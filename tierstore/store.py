@@ -371,12 +371,12 @@ class BlockStore:
                 self.metrics.tiers[0].hits += len(handles)
                 yield from self._hold(Visit(row_ptr, slots, valid, handles))
                 return
-            for row_ptr, chosen in moves.passes(row_ptr, handles, slots):
+            for part_ptr, chosen in moves.passes(row_ptr, handles, slots):
                 part = handles if chosen is None else handles[chosen]
                 moves.fetch(part, access)
                 counts = valid if chosen is None else valid[chosen]
                 at = top.slot_of.array[part]
-                yield from self._hold(Visit(row_ptr, at, counts, part, chosen is None))
+                yield from self._hold(Visit(part_ptr, at, counts, part, chosen is None))
 
     def _hold(self, visit: Visit) -> Iterator[Visit]:
         """Let nothing change while the caller uses a visit."""

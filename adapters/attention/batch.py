@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from tierstore.adapters.attention.capacity import (
     reserve_backing,
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
+from tierstore.adapters.attention.planning import live_plan
 from tierstore.arrays import as_array
 from tierstore.errors import ConfigError
 from tierstore.indexers import IndexShape
@@ -22,38 +23,21 @@ from tierstore.interfaces import IndexContext
 from tierstore.kernels.tables import CHUNK
 from tierstore.placement import assign_homes
 from tierstore.policies import LRU
+from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
 from tierstore.store import BlockStore, Visit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.attention.geometry import Geometry
-    from tierstore.adapters.presets import Preset
-    from tierstore.hysteresis import Hysteresis
-    from tierstore.interfaces import Bytes, Ids, Pointers, Tier
+    from tierstore.adapters.attention.rules import Rules
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
+    from tierstore.policies.profile import Amounts
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
-
-
-class Rules(NamedTuple):
-    """What one engine does: its model, its preset, and the numbers that override the preset's."""
-
-    geometry: Geometry
-    preset: Preset
-    budget: float | int
-    window: float | None
-    hysteresis: Hysteresis
-    record: bool
-
-    @property
-    def attends_residents(self) -> bool:
-        """Whether a step attends to everything in the top tier."""
-        wants = self.preset.attends_residents or self.hysteresis.is_on
-        return wants and self.window is not None
 
 
 class Batch:
@@ -80,7 +64,14 @@ class Batch:
         self.attended: dict[int, list[list[int]]] = {}
         rows = geometry.layers * sequences * geometry.kv_heads
         blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
-        policies = [preset.policy() if level == 0 else LRU() for level in range(len(tiers) - 1)]
+        policies: list[EvictionPolicy] = [LRU() for _ in tiers[1:]]
+        self._profile: ReuseProfile | None = None
+        if rules.recalibrate is not None:
+            policies[0] = self._profile = ReuseProfile(preset.policy(), rules.recalibrate // 4)
+        elif policies:
+            policies[0] = preset.policy()
+        self.plan = rules.plan
+        """How window and budget are shared out now; None for alike."""
         self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
         self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
@@ -207,18 +198,26 @@ class Batch:
         """Share the tiers out anew, as the context has grown."""
         rules, layer = self.rules, self.layers[0]
         stored = self.tokens // rules.preset.block_tokens + 1
-        per_sequence = stored
+        wanted = self._per_head(stored)
         if rules.window is not None:
-            window = np.ceil(self.budgets() * rules.window)
-            per_sequence = np.minimum(window, stored).astype(np.int64)
-        self._most_residents = int(per_sequence.max()) if rules.attends_residents else 0
-        wanted = np.tile(np.repeat(per_sequence, layer.heads), len(self.layers))
-        segments = np.concatenate([each.segments for each in self.layers])
-        fit_top_tier(self.store, segments, wanted, index_to_come)
+            windows = rules.window if self.plan is None else self.plan.windows[:, None]
+            wanted = np.minimum(np.ceil(self._per_head(self.budgets()) * windows), wanted)
+        wanted = wanted.astype(np.int64).reshape(-1)
+        self._most_residents = int(wanted.max()) if rules.attends_residents else 0
+        fit_top_tier(self.store, self._segments(), wanted, index_to_come)
         blocks = (
             int(self.tokens.sum()) // rules.preset.block_tokens * layer.heads * len(self.layers)
         )
         fit_middle_tiers(self.store, blocks)
+
+    def _segments(self) -> Ids:
+        """Segments of all layers: (layer, sequence, KV head), the last changing fastest."""
+        return np.concatenate([layer.segments for layer in self.layers])
+
+    def _per_head(self, per_sequence: Pointers) -> Amounts:
+        """A number of each sequence for all its heads: float64 [layers, sequences, KV heads]."""
+        shape = len(self.layers), len(per_sequence), self.layers[0].heads
+        return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
 
     def _homes(self, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
         """The tier where each sealed block gets its first copy beside the backing one."""
@@ -281,8 +280,12 @@ class Batch:
             np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
         )
         self.tokens = self.tokens + self._keep
-        budgets = np.repeat(self.budgets(), layer.heads)
-        self._budgets: Ids = np.minimum(budgets, layer.blocks).astype(np.int32)
+        self._recalibrate()
+        budgets = self._per_head(self.budgets())
+        if self.plan is not None:
+            budgets = np.maximum(np.rint(budgets * self.plan.shares[:, None]), 1)
+        rows = budgets.reshape(len(self.layers), -1)
+        self._budgets: Ids = np.minimum(rows, layer.blocks).astype(np.int32)
         self._has_blocks = bool(layer.blocks.any())
         fetched = self.store.metrics.fetched
         if self._fetched is not None:
@@ -291,10 +294,22 @@ class Batch:
         self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
 
+    def _recalibrate(self) -> None:
+        """Once enough steps were counted, share the windows out by what they selected."""
+        profile, rules = self._profile, self.rules
+        if profile is None or rules.recalibrate is None or profile.steps < rules.recalibrate:
+            return
+        profile.is_counting = False
+        self._profile = None
+        self.plan = live_plan(
+            profile, self._segments(), self._per_head(self.budgets()), rules, self.plan
+        )
+        self._fit_tiers(0)
+
     def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
-        selection = layer.index.select(query, self._budgets)
+        selection = layer.index.select(query, self._budgets[number])
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
@@ -374,6 +389,8 @@ class Batch:
         for layer in self.layers:
             layer.arrange(sources)
         self.tokens = self.tokens[list(sources)]
+        if self._profile is not None:
+            self._profile.restart()
         if self._is_fitted:
             self._fit_tiers(0)
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore import kernels
-from tierstore.adapters.attention.batch import Batch, Rules
+from tierstore.adapters.attention.batch import Batch
 from tierstore.adapters.attention.chain import TierFactory, TierStack
+from tierstore.adapters.attention.planning import check_planning, plan_for
 from tierstore.adapters.attention.report import Report, TierReport
+from tierstore.adapters.attention.rules import Rules
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import Hysteresis
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.policies.plan import Plan
     from tierstore.store import BlockStore
 
 
@@ -59,6 +62,10 @@ class SparseAttention:
         the last one selected in its row to be fetched; or the bytes that a step should fetch, such
         as ``"512KiB"``, which the nats then follow. What is not fetched is not attended; everything
         in the fast tier is. 0 fetches all; the preset's by default.
+    plan: how the window, and perhaps the budget, is shared out between layers and heads: a `Plan`,
+        or the file of one. Alike by default. Its mean window is then the `window`.
+    recalibrate: make the windows' plan anew once, after so many steps, from what they selected; 64
+        to 100 are enough. A third as many before them only warm up.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
@@ -82,6 +89,8 @@ class SparseAttention:
         keep: bool = False,
         window: float | None = None,
         hysteresis: float | str | None = None,
+        plan: Plan | str | Path | None = None,
+        recalibrate: int | None = None,
         tiers: TierFactory | None = None,
         record: bool = False,
     ) -> None:
@@ -98,6 +107,14 @@ class SparseAttention:
             raise ConfigError(
                 f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
             )
+        given = None if plan is None else plan_for(plan, geometry)
+        if given is not None:
+            if window is not None and not math.isclose(window, given.window, rel_tol=0.01):
+                raise ConfigError(
+                    f"window={window}: the plan is for a window of {given.window:.3g} budgets: "
+                    "pass no window=, or another plan"
+                )
+            window = given.window if fast is not None or tiers is not None else None
         self.geometry = geometry
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
@@ -118,7 +135,12 @@ class SparseAttention:
         self._stack = stack
         if len(stack.tiers) == 1:
             window = None
-        self._rules = Rules(geometry, system, amount, window, filter_, record)
+        try:
+            check_planning(window, given, recalibrate)
+        except ConfigError:
+            stack.close()
+            raise
+        self._rules = Rules(geometry, system, amount, window, filter_, given, recalibrate, record)
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False
@@ -232,6 +254,11 @@ class SparseAttention:
     def store(self) -> BlockStore:
         """The block store; ConfigError before the first tokens."""
         return self._stored().store
+
+    @property
+    def plan(self) -> Plan | None:
+        """How window and budget are shared out now; None for alike."""
+        return self._rules.plan if self._batch is None else self._batch.plan
 
     def attended(self, layer: int) -> list[list[int]]:
         """Positions of the tokens that each row (sequence x KV head) attended to in the last step.

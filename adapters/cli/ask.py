@@ -55,6 +55,8 @@ def _tiers(options: argparse.Namespace) -> TierOptions:
         keep=options.keep,
         window=options.window,
         hysteresis=options.hysteresis,
+        plan=options.plan,
+        recalibrate=options.recalibrate,
     )
 
 

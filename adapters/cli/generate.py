@@ -10,6 +10,7 @@ from tierstore.adapters.documents import read_document
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
+from tierstore.policies.plan import Plan
 from tierstore.sizes import parse_budget, parse_size
 
 if TYPE_CHECKING:
@@ -100,6 +101,18 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
         "--window", type=float, metavar="X", help="capacity of the fast tier in budgets"
     )
     tiers.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="how window and budget are shared out between layers and heads; tierstore plan make "
+        "writes one",
+    )
+    tiers.add_argument(
+        "--recalibrate",
+        type=int,
+        metavar="STEPS",
+        help="make that plan's windows anew once, after so many steps",
+    )
+    tiers.add_argument(
         "--hysteresis",
         metavar="NATS|SIZE",
         help="fetch a missing block only if it is so much better than the last one selected; or "
@@ -142,6 +155,8 @@ def _check_tiers(options: argparse.Namespace) -> None:
             parse_size(getattr(options, name), name)
     if options.fast is None and options.dram is None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
+    if options.plan is not None:
+        Plan.load(options.plan)
     if options.hysteresis is not None:
         parse_hysteresis(options.hysteresis)
     if options.window is not None and not options.window >= 1:

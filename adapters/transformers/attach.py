@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
+    from tierstore.policies.plan import Plan
 
 _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -37,6 +38,8 @@ def attach(
     keep: bool = False,
     window: float | None = None,
     hysteresis: float | str | None = None,
+    plan: Plan | str | Path | None = None,
+    recalibrate: int | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -55,6 +58,9 @@ def attach(
     window: capacity of the fast tier in budgets; the preset's by default.
     hysteresis: nats by which a missing block must beat the last one selected to be fetched, or the
         bytes that a step should fetch, for example ``"512KiB"``; the preset's by default.
+    plan: how window and budget are shared out between layers and heads: a
+        `tierstore.policies.Plan` or the file of one. Alike by default.
+    recalibrate: make that plan's windows anew once, after so many steps.
 
     Raises
     ------
@@ -73,6 +79,8 @@ def attach(
             keep=keep,
             window=window,
             hysteresis=hysteresis,
+            plan=plan,
+            recalibrate=recalibrate,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)

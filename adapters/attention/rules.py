@@ -1,0 +1,30 @@
+"""What one engine does, as its caller asked for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.presets import Preset
+    from tierstore.hysteresis import Hysteresis
+    from tierstore.policies.plan import Plan
+
+
+class Rules(NamedTuple):
+    """What one engine does: its model, its preset, and the numbers that override the preset's."""
+
+    geometry: Geometry
+    preset: Preset
+    budget: float | int
+    window: float | None
+    hysteresis: Hysteresis
+    plan: Plan | None
+    recalibrate: int | None
+    record: bool
+
+    @property
+    def attends_residents(self) -> bool:
+        """Whether a step attends to everything in the top tier."""
+        wants = self.preset.attends_residents or self.hysteresis.is_on
+        return wants and self.window is not None
