@@ -1,8 +1,24 @@
 """Who leaves when a tier is full: one policy per file."""
 
+from tierstore.policies.adaptive import Adaptive
+from tierstore.policies.clairvoyant import Clairvoyant
+from tierstore.policies.ewma import EWMA
+from tierstore.policies.ewma_use import EwmaUse
 from tierstore.policies.lookahead import Lookahead
+from tierstore.policies.lrfu import LRFU
 from tierstore.policies.lru import LRU
 from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
-__all__ = ["LRU", "BlockStats", "Lookahead", "Random", "RankedPolicy"]
+__all__ = [
+    "EWMA",
+    "LRFU",
+    "LRU",
+    "Adaptive",
+    "BlockStats",
+    "Clairvoyant",
+    "EwmaUse",
+    "Lookahead",
+    "Random",
+    "RankedPolicy",
+]

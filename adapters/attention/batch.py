@@ -310,6 +310,8 @@ class Batch:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
         selection = layer.index.select(query, self._budgets[number])
+        if self.rules.on_selection is not None:
+            self.rules.on_selection(number, layer.blocks, selection)
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.rules import SelectionListener
     from tierstore.policies.plan import Plan
     from tierstore.store import BlockStore
 
@@ -69,6 +70,9 @@ class SparseAttention:
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
+    on_selection: is called with what each step selects in each layer, as
+        ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
+        `tierstore.traces.recorder`.
 
     Errors
     ------
@@ -93,6 +97,7 @@ class SparseAttention:
         recalibrate: int | None = None,
         tiers: TierFactory | None = None,
         record: bool = False,
+        on_selection: SelectionListener | None = None,
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
@@ -135,18 +140,16 @@ class SparseAttention:
         self._stack = stack
         if len(stack.tiers) == 1:
             window = None
-        try:
-            check_planning(window, given, recalibrate)
-        except ConfigError:
-            stack.close()
-            raise
-        self._rules = Rules(geometry, system, amount, window, filter_, given, recalibrate, record)
+        # An engine that is dropped without close() gives its files back all the same.
+        self._close_stack = weakref.finalize(self, stack.close)
+        check_planning(window, given, recalibrate)
+        self._rules = Rules(
+            geometry, system, amount, window, filter_, given, recalibrate, record, on_selection
+        )
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False
         self._process = os.getpid()
-        # An engine that is dropped without close() gives its files back all the same.
-        self._close_stack = weakref.finalize(self, stack.close)
 
     def attend(
         self,

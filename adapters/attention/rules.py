@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
     from tierstore.hysteresis import Hysteresis
+    from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
+
+    SelectionListener = Callable[[int, Ids, Selection], None]
+    """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
 
 
 class Rules(NamedTuple):
@@ -22,6 +28,7 @@ class Rules(NamedTuple):
     plan: Plan | None
     recalibrate: int | None
     record: bool
+    on_selection: SelectionListener | None = None
 
     @property
     def attends_residents(self) -> bool:

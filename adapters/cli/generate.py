@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
     document = None if options.document == BUILTIN else read_document(options.document)
     if options.question == BUILTIN:
         options.question = None
-    _prepare_libraries()
+    prepare_libraries()
     from tierstore.adapters.cli.ask import ask
 
     ask(options, document)
@@ -174,7 +174,7 @@ def _check_tiers(options: argparse.Namespace) -> None:
         )
 
 
-def _prepare_libraries() -> None:
+def prepare_libraries() -> None:
     """Set what libraries read when they are imported, unless the user has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -10,16 +10,19 @@ from pathlib import Path
 from tierstore.errors import ConfigError
 
 
-def check_target(target: str | Path) -> None:
-    """Raise ConfigError unless a file can be written at `target`; leaves nothing there."""
+def check_target(target: str | Path, what: str = "json") -> None:
+    """Raise ConfigError unless a file can be written at `target`; leaves nothing there.
+
+    what: names the argument in errors.
+    """
     path = Path(target)
     if path.exists() and not path.is_file():
-        raise ConfigError(f"json={str(target)!r}: exists and is no file; choose another name")
+        raise ConfigError(f"{what}={str(target)!r}: exists and is no file; choose another name")
     try:
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise _unwritable(target, what, error) from error
 
 
 def write_json(target: str | Path, content: object) -> None:
@@ -31,11 +34,11 @@ def write_json(target: str | Path, content: object) -> None:
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise _unwritable(target, error) from error
+        raise _unwritable(target, "json", error) from error
 
 
-def _unwritable(target: str | Path, error: OSError) -> ConfigError:
+def _unwritable(target: str | Path, what: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"json={str(target)!r}: cannot be written ({error.strerror}); choose a file in a directory "
-        "that exists and is writable"
+        f"{what}={str(target)!r}: cannot be written ({error.strerror}); choose a file in a "
+        "directory that exists and is writable"
     )

@@ -1,0 +1,98 @@
+"""The part of ``tierstore trace record`` that needs a model, and so takes seconds to import."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.adapters.attention import SparseAttention
+from tierstore.adapters.cli.screen import waiting
+from tierstore.adapters.generate import check_length, next_logits
+from tierstore.adapters.models import load_model
+from tierstore.adapters.presets import preset_named
+from tierstore.errors import ConfigError
+from tierstore.traces.recorder import AttentionRecorder
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tierstore.adapters.documents import Document
+    from tierstore.adapters.presets import Preset
+    from tierstore.traces.attention import AttentionTrace
+
+_WORK_BYTES = 256 << 20
+_CHARACTERS_PER_TOKEN = 8  # more than real text has
+
+
+def record(options: argparse.Namespace, document: Document) -> AttentionTrace:
+    """Record as `options` say."""
+    preset = preset_named(options.preset)
+    if options.block_tokens is not None:
+        preset = replace(preset, block_tokens=options.block_tokens)
+    if options.budget is not None:
+        preset = replace(preset, budget=options.budget)
+    with waiting(f"loading {options.model}"):
+        loaded = load_model(options.model, getattr(torch, options.dtype), "cpu")
+    check_length(loaded.model, options.tokens, options.steps)
+    text = _beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
+    context, forced = text[: options.tokens], text[options.tokens :]
+    with waiting(f"recording {options.steps} steps"):
+        recorder = record_steps(
+            loaded.model, context, None if options.generate else forced, options.steps, preset
+        )
+    return recorder.trace(
+        model=loaded.name,
+        dtype=options.dtype,
+        document=Path(options.document).name,
+        preset=preset.name,
+        budget=preset.budget,
+        block_tokens=preset.block_tokens,
+        context_tokens=len(context),
+        is_generated=options.generate,
+    )
+
+
+def record_steps(
+    model: PreTrainedModel,
+    context: Sequence[int],
+    forced: Sequence[int] | None,
+    steps: int,
+    preset: Preset,
+) -> AttentionRecorder:
+    """Decode `steps` tokens after `context`: those of `forced`, or with None the model's own."""
+    from tierstore.adapters.transformers import attach_engine, geometry_of
+
+    geometry = geometry_of(model)
+    recorder = AttentionRecorder(geometry.layers)
+    token_bytes = (
+        geometry.layers
+        * geometry.kv_heads
+        * geometry.dtype.itemsize
+        * (geometry.head_dim + geometry.value_size)
+    )
+    # K and V, and as much again for an index of all keys, tables and work space.
+    dram = 2 * token_bytes * (len(context) + steps) + _WORK_BYTES
+    engine = SparseAttention(geometry, preset=preset, dram=dram, on_selection=recorder.listen)
+    with attach_engine(model, engine) as cache:
+        logits = next_logits(model, context, cache.kwargs)
+        for step in range(steps):
+            token = int(logits.argmax()) if forced is None else forced[step]
+            logits = next_logits(model, [token], cache.kwargs)
+    return recorder
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> list[int]:
+    part = text[: _CHARACTERS_PER_TOKEN * tokens]
+    ids: list[int] = tokenizer.encode(part, add_special_tokens=False, verbose=False)[:tokens]
+    if len(ids) < tokens:
+        raise ConfigError(
+            f"the document has {len(ids):,} tokens, and {tokens:,} are needed with those to "
+            "decode; ask for fewer or give a longer one"
+        )
+    return ids

@@ -1,0 +1,80 @@
+"""``tierstore trace record``: run a model over a document and write an attention trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
+from tierstore.adapters.cli.json_file import check_target
+from tierstore.adapters.documents import read_document
+from tierstore.errors import ConfigError
+from tierstore.sizes import parse_budget
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tierstore.adapters.cli import Subparsers
+
+_DESCRIPTION = """
+Read a document, go on for some steps, and write which blocks each layer and KV head selected in
+each step and what all blocks scored. Everything is in memory and a step attends to what it selects.
+By default the model is fed the document's own continuation.
+"""
+
+
+def add_action(actions: Subparsers) -> None:
+    """Add ``record`` to ``tierstore trace``."""
+    parser = actions.add_parser(
+        "record", help="run a model and write an attention trace", description=_DESCRIPTION
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("trace", metavar="TRACE", help="file to write")
+    parser.add_argument("--document", required=True, metavar="FILE", help="UTF-8 text")
+    parser.add_argument(
+        "--tokens", type=int, default=4_096, metavar="N", help="context; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=192, metavar="N", help="tokens to decode; default: %(default)s"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="feed the model its own likeliest tokens instead"
+    )
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR|FILE.gguf",
+        help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
+    )
+    parser.add_argument(
+        "--preset", default="exact", help="whose index selects; default: %(default)s"
+    )
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="the preset's by default")
+    parser.add_argument(
+        "--budget",
+        help="share of the context (6.25%%) or number of tokens that a step selects",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check what can be checked without a model, then record."""
+    for name in ("tokens", "steps", "block_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: expected at least 1")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    if options.budget is not None:
+        parse_budget(options.budget)
+    check_target(options.trace, "trace")
+    document = read_document(options.document)
+    prepare_libraries()
+    from tierstore.adapters.cli.recording import record
+
+    trace = record(options, document)
+    trace.save(Path(options.trace))
+    size = Path(options.trace).stat().st_size
+    print(f"{options.trace}: {trace.steps} steps of {trace.segments} segments, {size:,} bytes")

@@ -1,0 +1,89 @@
+"""What is remembered of every block from step to step, resident or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.kernels import histories
+from tierstore.kernels.tables import CHUNK
+
+if TYPE_CHECKING:
+    from tierstore.directory import HandleSpace
+    from tierstore.interfaces import Access, Ids, Scores
+
+
+class ScoreHistory:
+    """Exponentially weighted mean of a block's scores; -inf before the first one.
+
+    Parameters
+    ----------
+    alpha: weight of the newest score, in (0, 1].
+    low, high: scores outside count as these.
+    """
+
+    def __init__(self, alpha: float, low: float, high: float) -> None:
+        if not 0 < alpha <= 1:
+            raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
+        self.alpha = alpha
+        self._bounds = np.float32(low), np.float32(high)
+
+    def bind(self, space: HandleSpace) -> None:
+        self._space = space
+        self._column = space.column(np.float32, fill=-np.inf)
+
+    def update(self, access: Access, shift: Scores | None = None) -> None:
+        """Take in the step's scores, each less ``shift[row]``, of all blocks of its rows."""
+        everything = access.everything
+        if everything is None:
+            return
+        if shift is None:
+            shift = np.zeros(len(everything.segments), np.float32)
+        histories.blend_scores(
+            self._space.chunks, self._space.blocks, everything.segments, everything.unit_of,
+            everything.unit_scores, shift, *self._bounds, np.float32(self.alpha),
+            self._column.array,
+        )  # fmt: skip
+
+    def __getitem__(self, handles: Ids) -> Scores:
+        return self._column.array[handles]
+
+
+class UseCount:
+    """How often a block was selected; each step that its segment makes takes a share away.
+
+    Parameters
+    ----------
+    decay: what is left of a use one step later, in [0, 1].
+    """
+
+    def __init__(self, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"decay={decay}: expected a factor in [0, 1], for example 0.95")
+        self.decay = decay
+
+    def bind(self, space: HandleSpace) -> None:
+        self._space = space
+        self._column = space.column(np.float32)
+
+    def update(self, access: Access) -> None:
+        """Count the step's uses."""
+        segments = segments_of(access, self._space)
+        count = self._column.array
+        histories.decay(
+            self._space.chunks, self._space.blocks, segments, np.float32(self.decay), count
+        )
+        count[access.handles] += 1
+
+    def __getitem__(self, handles: Ids) -> Scores:
+        return self._column.array[handles]
+
+
+def segments_of(access: Access, space: HandleSpace) -> Ids:
+    """The segments that make a step, each once."""
+    if access.everything is not None:
+        return access.everything.segments
+    segments: Ids = np.unique(space.owner_segment[access.handles // CHUNK])
+    return segments

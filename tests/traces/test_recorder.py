@@ -1,0 +1,145 @@
+"""What is recorded is what the engine selected, and exact scores are attention's own masses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore.adapters.attention import Geometry, SparseAttention
+from tierstore.adapters.presets import PRESETS
+from tierstore.errors import TraceError
+from tierstore.traces.attention import AttentionTrace
+from tierstore.traces.recorder import AttentionRecorder
+
+GEOMETRY = Geometry(2, 6, 2, 16, torch.float32, torch.device("cpu"))
+SEQUENCES, CONTEXT, STEPS, SCALE = 2, 300, 40, 0.4
+SINKS, BLOCK = 4, 4
+"""Steps enough that tokens become blocks meanwhile."""
+
+
+class Run:
+    """Random queries and keys through an engine that is recorded; masses in float64 beside it."""
+
+    def __init__(self, preset: str) -> None:
+        recorder = AttentionRecorder(GEOMETRY.layers)
+        chosen = replace(PRESETS[preset], block_tokens=BLOCK, budget=0.1)
+        engine = SparseAttention(
+            GEOMETRY, preset=chosen, dram="16MiB", record=True, on_selection=recorder.listen
+        )
+        generator = torch.Generator().manual_seed(3)
+        self.queries: list[list[np.ndarray]] = []
+        self.keys: list[list[np.ndarray]] = []
+        self.attended: list[list[list[list[int]]]] = []
+        past = [torch.zeros(SEQUENCES, 2, 0, 16) for _ in range(GEOMETRY.layers)]
+        for tokens in (CONTEXT, *[1] * STEPS):
+            queries, keys = [], []
+            for layer in range(GEOMETRY.layers):
+                query, key, value = (
+                    torch.randn(SEQUENCES, heads, tokens, 16, generator=generator)
+                    for heads in (6, 2, 2)
+                )
+                past[layer] = torch.cat([past[layer], key], 2)
+                engine.attend(layer, query, key, value, scale=SCALE)
+                queries.append(query[:, :, -1].unflatten(1, (2, 3)).flatten(0, 1).double().numpy())
+                keys.append(past[layer].flatten(0, 1).double().numpy())
+            if tokens == 1:
+                self.queries.append(queries)
+                self.keys.append(keys)
+                self.attended.append([engine.attended(i) for i in range(GEOMETRY.layers)])
+        engine.close()
+        self.recorder = recorder
+        self.trace = recorder.trace(block_tokens=BLOCK, context_tokens=CONTEXT)
+
+    def selected(self, step: int, segment: int) -> list[int]:
+        """Blocks of the tokens that the engine says it attended to beside the strip, ascending."""
+        layer, row = divmod(segment, SEQUENCES * 2)
+        blocks = int(self.trace.blocks[step, segment])
+        attended = np.array(self.attended[step][layer][row]) - SINKS
+        inside = attended[(attended >= 0) & (attended < blocks * BLOCK)]
+        return np.unique(inside // BLOCK).tolist()
+
+    def masses(self, step: int, segment: int) -> np.ndarray:
+        """Log mass of each block, summed over tokens and the heads' softmaxes over all blocks."""
+        layer, row = divmod(segment, SEQUENCES * 2)
+        blocks = int(self.trace.blocks[step, segment])
+        keys = self.keys[step][layer][row, SINKS : SINKS + blocks * BLOCK]
+        logits = self.queries[step][layer][row] @ keys.T * SCALE
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        shares = (weights / weights.sum(1, keepdims=True)).sum(0)
+        mass: np.ndarray = np.log(shares.reshape(blocks, BLOCK).sum(1))
+        return mass
+
+
+def recorded(trace: AttentionTrace) -> list[list[list[int]]]:
+    """Blocks of each step and segment, ascending."""
+    pieces = np.split(trace.ids, np.cumsum(trace.counts.reshape(-1))[:-1])
+    sets = [np.sort(piece).tolist() for piece in pieces]
+    width = trace.segments
+    return [sets[step * width : (step + 1) * width] for step in range(trace.steps)]
+
+
+@pytest.mark.parametrize("preset", ["exact", "kvdrive", "chunk-mean"])
+def test_the_recorded_blocks_are_those_that_were_attended(preset: str) -> None:
+    run = Run(preset)
+    assert (run.trace.steps, run.trace.segments) == (STEPS, GEOMETRY.layers * SEQUENCES * 2)
+    assert run.trace.blocks[-1, 0] > run.trace.blocks[0, 0]
+    for step, segments in enumerate(recorded(run.trace)):
+        for segment, blocks in enumerate(segments):
+            assert blocks == run.selected(step, segment)
+
+
+def test_exact_scores_are_the_softmax_masses_of_blocks() -> None:
+    run = Run("exact")
+    for step in range(0, STEPS, 7):
+        for segment in range(run.trace.segments):
+            expected = run.masses(step, segment)
+            found = run.trace.unit_scores[step, segment]
+            np.testing.assert_allclose(found[: len(expected)], expected, atol=5e-3)
+            assert (found[len(expected) :] == -np.inf).all()
+            chosen = recorded(run.trace)[step][segment]
+            assert chosen == sorted(np.argsort(-expected)[: len(chosen)].tolist())
+
+
+def test_a_coarse_index_scores_blocks_by_their_units() -> None:
+    """The score that comes with a recorded selection is that of the unit of the block."""
+    trace = Run("kvdrive").trace
+    assert len(trace.unit_of) == trace.segments
+    assert trace.unit_scores.shape[2] < trace.blocks.max()
+    for step, selection in enumerate(trace.selections()):
+        assert selection.everything is not None
+        for row in range(trace.segments):
+            mine = slice(selection.row_ptr[row], selection.row_ptr[row + 1])
+            units = trace.unit_of[row, selection.ids[mine]]
+            assert (selection.scores[mine] == trace.unit_scores[step, row, units]).all()
+            assert (units >= 0).all()
+            worst = selection.scores[mine].min()
+            others = np.setdiff1d(np.arange(trace.blocks[step, row]), selection.ids[mine])
+            assert (trace.unit_scores[step, row, trace.unit_of[row, others]] <= worst).all()
+
+
+def test_an_index_without_scores_cannot_be_recorded() -> None:
+    recorder = AttentionRecorder(1)
+    geometry = replace(GEOMETRY, layers=1)
+    engine = SparseAttention(geometry, preset="full", dram="4MiB", on_selection=recorder.listen)
+    tensors = [torch.randn(1, heads, 200, 16) for heads in (6, 2, 2)]
+    engine.attend(0, *tensors, scale=1.0)
+    with pytest.raises(TraceError, match="expected one that scores all blocks"):
+        engine.attend(0, *(tensor[:, :, :1] for tensor in tensors), scale=1.0)
+
+
+def test_a_trace_is_of_whole_steps_of_one_batch() -> None:
+    with pytest.raises(TraceError, match="0 whole steps of 2 layers: expected at least one"):
+        AttentionRecorder(2).trace(block_tokens=4, context_tokens=1)
+    selections = list(Run("exact").trace.selections())
+    recorder = AttentionRecorder(2)
+    blocks = np.full(8, 50, np.int32)
+    recorder.listen(0, blocks, selections[0])
+    with pytest.raises(TraceError, match="no part of another"):
+        recorder.trace(block_tokens=4, context_tokens=1)
+    for layer, fewer in ((1, 0), (0, 1), (1, 1)):
+        recorder.listen(layer, blocks - fewer, selections[0])
+    with pytest.raises(TraceError, match="came, went or shrank"):
+        recorder.trace(block_tokens=4, context_tokens=1)
