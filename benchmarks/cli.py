@@ -46,12 +46,16 @@ BENCHMARKS = {
         "bytes saved by fetching only what is better than the last block selected, and its cost",
         frozenset({"tokens"}),
     ),
+    "windows": Benchmark(
+        "bytes saved by sharing window and budget out between heads, on text never seen before",
+        frozenset({"tokens", "traces"}),
+    ),
     "store": Benchmark(
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
     ),
 }
-_OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records")
+_OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records", "traces")
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -77,6 +81,9 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
+    )
+    parser.add_argument(
+        "--traces", metavar="FILES", help="attention traces, separated by commas (windows)"
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
 

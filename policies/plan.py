@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FORMAT = "tierstore-plan"
 VERSION = 1
+LEAST = 1 / 64
+"""Smallest budget of a head, in mean ones."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,9 @@ class Plan:
                 "make it with tierstore plan make"
             )
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file appears whole or not at all."""
-        content = {
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as in a file."""
+        return {
             "format": FORMAT,
             "version": VERSION,
             "query_heads": self.query_heads,
@@ -77,10 +79,15 @@ class Plan:
             "budgets": None if self.budgets is None else self.budgets.tolist(),
             "facts": dict(self.facts),
         }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all. OSError passes through."""
         target = Path(path).resolve()
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            unfinished.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+            unfinished.write_text(
+                json.dumps(self.to_dict(), allow_nan=False) + "\n", encoding="utf-8"
+            )
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -124,8 +131,8 @@ def _fault(windows: Amounts, budgets: Amounts | None) -> str:
     if budgets is not None and budgets.shape != windows.shape:
         return f"budgets of shape {budgets.shape}, windows of {windows.shape}: expected the same"
     shares = np.ones_like(windows) if budgets is None else budgets
-    if not (np.isfinite(windows).all() and np.isfinite(shares).all() and shares.min() > 0):
-        return "windows and budgets: expected finite numbers above 0"
+    if not (np.isfinite(windows).all() and np.isfinite(shares).all() and shares.min() >= LEAST):
+        return f"windows and budgets: expected finite numbers, and none below {LEAST}"
     if shares.mean() > 1 + 1e-9:
         return f"budgets of {shares.mean():.3f} in the mean: expected at most 1"
     if (windows < shares - 1e-9).any():

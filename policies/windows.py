@@ -29,7 +29,7 @@ WINDOWS: Amounts = np.arange(1.0, 8.125, 0.25)
 BUDGETS: Amounts = np.arange(0.125, 4.0625, 0.125)
 """Budgets that a head may get, in shares of the mean one."""
 
-_UNIT = 64
+_UNIT = 1024
 """Parts of a mean budget that costs are counted in."""
 
 
