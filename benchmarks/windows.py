@@ -26,7 +26,7 @@ from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tierstore.policies.profile import Amounts
 
@@ -42,8 +42,8 @@ FIRST = 96
 CONFIGURATIONS = {
     "uniform": "the same window and budget for every head",
     "others": "the plan of the other documents",
-    "recalibrated": f"a plan of the document's own first {CALIBRATION} steps",
-    "hindsight": "a plan of the steps that it is tried on",
+    "recalibrated": f"that plan, recalibrated by the document's own first {CALIBRATION} steps",
+    "hindsight": "a plan of the steps that it is tried on; of missed mass, of all steps",
     "budgets of others": "budgets, and windows for them, by the other documents",
 }
 _AIMS = {2.0: 0.98, 3.0: 0.95}
@@ -100,6 +100,7 @@ def measure(
         },
         measures=measures,
         ratios=_ratios(sizes),
+        notes=_totals(measures),
     )  # fmt: skip
 
 
@@ -133,7 +134,9 @@ class _Curves:
         plans = {
             "uniform": np.full(heads, size),
             "others": allocate_windows(self._others(self.whole, number), size),
-            "recalibrated": allocate_windows(self.early[number], size),
+            "recalibrated": allocate_windows(
+                self._others(self.whole, number) / (len(self.traces) - 1) + self.early[number], size
+            ),
             "hindsight": allocate_windows(self.late[number], size),
         }
         found = {
@@ -206,24 +209,36 @@ def _record(say: Say, tokens: int) -> list[AttentionTrace]:
 def _ratios(sizes: Sequence[float]) -> list[Ratio]:
     ratios = []
     for size in sizes:
-        aim = _AIMS.get(size)
-        for name in ("others", "recalibrated", "hindsight", "budgets of others"):
-            ratios.append(
-                Ratio(f"bytes at x{size:g}, {name} / uniform", f"fetched at x{size:g}", name,
-                      "uniform", at_most=aim if name in ("others", "recalibrated") else None)
-            )  # fmt: skip
+        fetched, aim = f"fetched at x{size:g}", _AIMS.get(size)
+        ratios += [
+            Ratio(f"blocks at x{size:g}, {name} / uniform", fetched, name, "uniform", at_most=bound)
+            for name, bound in (
+                ("others", aim),
+                ("recalibrated", aim),
+                ("hindsight", None),
+                ("budgets of others", None),
+            )
+        ]
+        expected = f"expected at x{size:g}"
         ratios.append(
-            Ratio(f"greedy / exact at x{size:g}", f"expected at x{size:g}", "greedy", "exact",
-                  at_most=1.005)
-        )  # fmt: skip
-    ratios.append(
-        Ratio("missed mass, budgets of others / uniform", "missed mass", "budgets of others",
-              "uniform", at_most=0.9)
-    )  # fmt: skip
-    ratios.append(Ratio("missed mass, hindsight / uniform", "missed mass", "hindsight", "uniform"))
-    return ratios
+            Ratio(f"greedy / exact at x{size:g}", expected, "greedy", "exact", None, 1.005)
+        )
+    return ratios + [
+        Ratio(f"missed mass, {name} / uniform", "missed mass", name, "uniform")
+        for name in ("budgets of others", "hindsight")
+    ]
 
 
-def _shares(fetched: dict[str, float]) -> str:
+def _totals(measures: Mapping[str, Measure]) -> list[str]:
+    """One sentence for each window: all documents together."""
+    notes = []
+    for name, measure in measures.items():
+        if name.startswith("fetched"):
+            totals = {key: sum(values) for key, values in measure.values.items()}
+            notes.append(f"All documents together, {name}, of uniform: {_shares(totals)}.")
+    return notes
+
+
+def _shares(fetched: Mapping[str, float]) -> str:
     base = fetched["uniform"]
     return ", ".join(f"{name} {value / base:.3f}" for name, value in fetched.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tierstore.errors import ConfigError
+from tierstore.policies.windows import WINDOWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +23,8 @@ VERSION = 1
 LEAST = 1 / 64
 """Smallest budget of a head, in mean ones."""
 
+_LARGEST = 1e9
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -33,6 +35,9 @@ class Plan:
     windows: float64 [layers, KV heads], capacity in the fast tier, in mean budgets.
     budgets: float64 [layers, KV heads], budget in mean budgets, their mean at most 1 and none above
         its window; None where all are alike.
+    misses: float64 [layers, KV heads, windows], what each head missed in a step with the windows
+        `WINDOWS` of its own budget, in mean budgets; None if not known. A recalibration blends it
+        with what it sees.
     query_heads, head_dim: of the model, to tell it from another.
     facts: how the plan came about, as far as JSON can hold it.
     """
@@ -41,10 +46,11 @@ class Plan:
     query_heads: int
     head_dim: int
     budgets: Amounts | None = None
+    misses: Amounts | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fault = _fault(self.windows, self.budgets)
+        fault = _fault(self.windows, self.budgets, self.misses)
         if fault:
             raise ConfigError(f"plan: {fault}")
 
@@ -77,6 +83,7 @@ class Plan:
             "head_dim": self.head_dim,
             "windows": self.windows.tolist(),
             "budgets": None if self.budgets is None else self.budgets.tolist(),
+            "misses": None if self.misses is None else self.misses.tolist(),
             "facts": dict(self.facts),
         }
 
@@ -114,18 +121,24 @@ class Plan:
                 raise _bad(path, f"{name}={content.get(name)!r}")
         if not isinstance(content.get("facts"), dict):
             raise _bad(path, f"facts={content.get('facts')!r}")
-        windows, budgets = _table(content.get("windows")), content.get("budgets")
-        shares = None if budgets is None else _table(budgets)
-        if windows is None or (budgets is not None and shares is None):
-            raise _bad(path, "windows or budgets that are no table of numbers, layer by layer")
-        fault = _fault(windows, shares)
+        try:
+            windows = _table(content.get("windows"))
+            budgets, misses = (
+                None if content.get(name) is None else _table(content[name])
+                for name in ("budgets", "misses")
+            )
+        except ValueError as error:
+            raise _bad(path, "a table that is not one of numbers, layer by layer") from error
+        fault = _fault(windows, budgets, misses)
         if fault:
             raise _bad(path, fault)
-        return cls(windows, content["query_heads"], content["head_dim"], shares, content["facts"])
+        return cls(
+            windows, content["query_heads"], content["head_dim"], budgets, misses, content["facts"]
+        )
 
 
-def _fault(windows: Amounts, budgets: Amounts | None) -> str:
-    """What is wrong with windows and budgets; empty if nothing."""
+def _fault(windows: Amounts, budgets: Amounts | None, misses: Amounts | None) -> str:
+    """What is wrong with the tables of a plan; empty if nothing."""
     if windows.ndim != 2 or not windows.size:
         return f"windows of shape {windows.shape}: expected [layers, KV heads]"
     if budgets is not None and budgets.shape != windows.shape:
@@ -137,19 +150,23 @@ def _fault(windows: Amounts, budgets: Amounts | None) -> str:
         return f"budgets of {shares.mean():.3f} in the mean: expected at most 1"
     if (windows < shares - 1e-9).any():
         return "a window smaller than its head's budget: expected at least as much"
+    shape = (*windows.shape, len(WINDOWS))
+    if misses is not None and (
+        misses.shape != shape or not np.isfinite(misses).all() or misses.min() < 0
+    ):
+        return f"misses of shape {misses.shape}: expected numbers >= 0, {shape}"
     return ""
 
 
-def _table(content: object) -> Amounts | None:
-    """Rows of numbers, equally long, as an array; None for anything else."""
-    if not isinstance(content, list) or not content:
-        return None
-    if not all(isinstance(row, list) and len(row) == len(content[0]) for row in content):
-        return None
-    if any(type(cell) not in (int, float) or abs(cell) > 1e9 for row in content for cell in row):
-        return None
-    if any(math.isnan(cell) for row in content for cell in row):
-        return None
+def _table(content: object) -> Amounts:
+    """Nested lists of numbers as an array; ValueError for anything else."""
+    cells = [content]
+    while cells and isinstance(cells[0], list):
+        if not all(isinstance(row, list) for row in cells):
+            raise ValueError
+        cells = [cell for row in cells for cell in row]
+    if any(type(cell) not in (int, float) or not abs(cell) <= _LARGEST for cell in cells):
+        raise ValueError
     return np.array(content, np.float64)
 
 

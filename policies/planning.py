@@ -52,7 +52,8 @@ def plan_of(
         "preset": traces[0].facts.get("preset"),
     }
     own = shares.reshape(shape) if per_head_budgets else None
-    return Plan(windows.reshape(shape), *others, own, facts)
+    mean = (misses / len(traces)).reshape(*shape, -1)
+    return Plan(windows.reshape(shape), *others, own, mean, facts)
 
 
 def reuse_misses(

@@ -208,6 +208,11 @@ class BlockStore:
             self.set_quota(domains, least + (quota - least) * rest // (quota - least).sum())
         self._moves.evict(level, residency.above(slots))
 
+    def quota(self, domains: Ids) -> Pointers:
+        """Most blocks that each of these top-tier domains may hold."""
+        with self._lock:
+            return self._moves.residency[0].quota[domains].copy()
+
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks that each top-tier domain may hold; what exceeds a smaller quota is evicted.
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tierstore import kernels
-from tierstore.adapters.attention import exact
+from tierstore.adapters.attention import attended, exact
 from tierstore.adapters.attention.capacity import (
     fit_middle_tiers,
     fit_top_tier,
@@ -20,7 +20,6 @@ from tierstore.arrays import as_array
 from tierstore.errors import ConfigError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.kernels.tables import CHUNK
 from tierstore.placement import assign_homes
 from tierstore.policies import LRU
 from tierstore.policies.profile import ReuseProfile
@@ -177,7 +176,8 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        layer.store_tokens(sealed, None if last is None else self._homes(sealed, last))
+        homes = None if last is None else self._homes(layer, sealed, last)
+        layer.store_tokens(sealed, homes)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
@@ -219,7 +219,7 @@ class Batch:
         shape = len(self.layers), len(per_sequence), self.layers[0].heads
         return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
 
-    def _homes(self, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
+    def _homes(self, layer: Layer, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
         """The tier where each sealed block gets its first copy beside the backing one."""
         store = self.store
         if store.backing == 0:
@@ -227,8 +227,9 @@ class Batch:
         weight = exact.importance(
             last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale
         )
-        segments = sum(len(layer.segments) for layer in self.layers)
-        room = [store.tiers[level].capacity // segments for level in range(store.backing)]
+        segments = len(self.layers) * len(layer.segments)
+        middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
+        room = [store.quota(layer.segments[layer.rows(sealed.sequence)]), *middle]
         return assign_homes(weight.cpu().numpy(), room)
 
     # One new token per sequence
@@ -362,20 +363,12 @@ class Batch:
         """Remember the token positions that each row of a layer attends to."""
         if not self.rules.record:
             return
-        layer, preset, space = self.layers[number], self.rules.preset, self.store.space
-        tokens = layer.tokens
+        layer, sinks = self.layers[number], self.rules.preset.sinks
         if is_first:
-            self.attended[number] = []
-            for row, length in enumerate(layer.strip_length.tolist()):
-                sinks = min(length, preset.sinks)
-                recent = range(int(tokens[row]) - (length - sinks), int(tokens[row]))
-                self.attended[number].append([*range(sinks), *recent])
-        blocks = space.owner_index[visit.handles // CHUNK] * CHUNK + visit.handles % CHUNK
-        for row, positions in enumerate(self.attended[number]):
-            chosen = slice(visit.row_ptr[row], visit.row_ptr[row + 1])
-            inside = self.store.tokens_of(layer.segments[row : row + 1], blocks[None, chosen])[0]
-            live = np.arange(preset.block_tokens) < visit.valid[chosen, None]
-            positions.extend((inside[live] + preset.sinks).tolist())
+            self.attended[number] = attended.in_strips(layer, sinks)
+        in_blocks = attended.in_blocks(self.store, layer.segments, visit, sinks)
+        for row, positions in enumerate(in_blocks):
+            self.attended[number][row].extend(positions)
 
     # Rows
 

@@ -31,22 +31,26 @@ def live_plan(
 ) -> Plan:
     """Windows by what a run selected so far, at the same total as before; budgets stay.
 
+    Some tens of steps say less of a head than whole documents do, so that what an old plan knows
+    counts as much.
+
     segments: those of all layers, sequences and heads. budgets: float64 [layers, sequences, KV
     heads], mean budgets in blocks.
     """
     assert rules.window is not None
+    shape = budgets.shape[0], budgets.shape[2]
     shares = None if old is None else old.budgets
-    ones = np.ones((budgets.shape[0], budgets.shape[2]))
-    own = np.maximum(np.rint(budgets * (ones if shares is None else shares)[:, None]), 1)
-    sizes = own.reshape(-1, 1) * WINDOWS
-    misses = profile.misses(segments, sizes).reshape(*budgets.shape, -1).sum(1)
-    windows = allocate_windows(
-        misses.reshape(-1, len(WINDOWS)), rules.window, None if shares is None else shares.ravel()
-    )
-    geometry = rules.geometry
+    factors = np.ones(shape) if shares is None else shares
+    own = np.maximum(np.rint(budgets * factors[:, None]), 1)
+    missed = profile.misses(segments, own.reshape(-1, 1) * WINDOWS)
+    misses = missed.reshape(*budgets.shape, -1).sum(1) / budgets.sum(1)[..., None]
+    if old is not None and old.misses is not None:
+        misses = (misses + old.misses) / 2
+    windows = allocate_windows(misses.reshape(-1, len(WINDOWS)), rules.window, factors.ravel())
     facts = {} if old is None else dict(old.facts)
     facts |= {"recalibrated_after": profile.steps}
-    return Plan(windows.reshape(ones.shape), geometry.query_heads, geometry.head_dim, shares, facts)
+    sizes = rules.geometry.query_heads, rules.geometry.head_dim
+    return Plan(windows.reshape(shape), *sizes, shares, misses, facts)
 
 
 def check_planning(window: float | None, plan: Plan | None, recalibrate: int | None) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
 from tierstore.policies.plan import Plan
+from tierstore.policies.windows import WINDOWS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +22,7 @@ PLAN = Plan(
     9,
     64,
     np.array([[0.5, 1.0, 1.25], [0.75, 1.5, 1.0]]),
+    np.linspace(2, 0, 6 * len(WINDOWS)).reshape(2, 3, -1),
     {"model": "tiny", "documents": ["ä.txt"]},
 )
 
@@ -37,7 +39,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    plan = Plan(PLAN.windows, 9, 64, None, {"bad": float("nan")})
+    plan = Plan(PLAN.windows, 9, 64, None, None, {"bad": float("nan")})
     with pytest.raises(ValueError, match="not JSON compliant"):
         plan.save(tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError):
@@ -55,19 +57,23 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         ({"query_heads": True}, "query_heads=True"),
         ({"head_dim": "64"}, "head_dim='64'"),
         ({"facts": []}, "facts="),
-        ({"windows": None}, "no table"),
-        ({"windows": []}, "no table"),
+        ({"windows": None}, "a table"),
+        ({"windows": []}, "windows of shape"),
         ({"windows": [[]]}, "windows of shape"),
-        ({"windows": [[1, 2], [1]]}, "no table"),
-        ({"windows": [["1"]]}, "no table"),
-        ({"windows": [[True]]}, "no table"),
-        ({"windows": [[float("nan")]]}, "no table"),
-        ({"windows": [[float("inf")]]}, "no table"),
-        ({"windows": [[1e300]]}, "no table"),
-        ({"windows": [[10**400]]}, "no table"),
+        ({"windows": [[1, 2], [1]]}, "a table"),
+        ({"windows": [["1"]]}, "a table"),
+        ({"windows": [[True]]}, "a table"),
+        ({"windows": [[float("nan")]]}, "a table"),
+        ({"windows": [[float("inf")]]}, "a table"),
+        ({"windows": [[1e300]]}, "a table"),
+        ({"windows": [[10**400]]}, "a table"),
         ({"windows": [[0.5]], "budgets": None}, "smaller than its head's budget"),
         ({"windows": [[2.0]]}, "expected the same"),
-        ({"budgets": 3}, "no table"),
+        ({"budgets": 3}, "budgets of shape"),
+        ({"budgets": [[[1]]]}, "budgets of shape"),
+        ({"misses": [[1, 2, 3], [1, 2, 3]]}, "misses of shape"),
+        ({"misses": (-PLAN.misses).tolist() if PLAN.misses is not None else None}, "numbers >= 0"),
+        ({"misses": "many"}, "a table"),
         ({"budgets": [[0.01, 1, 1], [1, 1, 1]]}, "none below"),
         ({"budgets": [[1, 1, 1], [1, 1, 1.5]]}, "expected at most 1"),
         ({"budgets": [[1.75, 1, 1], [0.5, 0.5, 0.5]]}, "smaller than"),
