@@ -10,14 +10,15 @@ from tierstore.kernels.tables import CHUNK
 
 
 @njit
-def blend_scores(chunks, blocks_of, segments, unit_of, unit_scores, shift, low, high, weight,
-                 column):  # fmt: skip
-    """Move ``column`` towards each block's clipped score by the fraction `weight`.
+def blend_scores(chunks, blocks_of, segments, unit_of, unit_scores, shift, low, high, weights,
+                 columns):  # fmt: skip
+    """Move ``columns[k]`` towards each block's clipped score by the fraction ``weights[k]``.
 
     Row r's score counts as ``min(max(score - shift[r], low), high)``. The first one is taken as it
     is: a block that never had a score is at -inf. Blocks of no unit, and those that the table does
     not cover, stay as they are.
     """
+    found = np.empty(CHUNK, np.float32)
     for row in range(segments.shape[0]):
         segment = segments[row]
         units = unit_of[min(row, unit_of.shape[0] - 1)]
@@ -25,21 +26,28 @@ def blend_scores(chunks, blocks_of, segments, unit_of, unit_scores, shift, low, 
         for first in range(0, blocks, CHUNK):
             base = chunks[segment, first // CHUNK] * CHUNK
             count = min(CHUNK, blocks - first)
-            _blend(units[first : first + count], unit_scores[row], shift[row], low, high, weight,
-                   column[base : base + count])  # fmt: skip
+            _gather(units[first : first + count], unit_scores[row], shift[row], low, high, found)
+            for k in range(len(columns)):
+                _blend(found[:count], weights[k], columns[k][base : base + count])
 
 
 @njit
-def _blend(units, scores, shift, low, high, weight, column):
+def _gather(units, scores, shift, low, high, found):
+    """Clipped scores; NaN for no unit."""
     for i in range(units.shape[0]):
-        # Unsigned, or a test for negative indices keeps the loop from being vectorised.
-        unit = np.uint32(max(units[i], 0))
+        # Unsigned: else each access tests for a negative index first.
+        score = scores[np.uint32(max(units[i], 0))] - shift
+        score = low if score < low else score
+        score = high if score > high else score
+        found[i] = score if units[i] >= 0 else np.nan
+
+
+@njit
+def _blend(scores, weight, column):
+    for i in range(scores.shape[0]):
         old = column[i]
-        new = scores[unit] - shift
-        new = low if new < low else new
-        new = high if new > high else new
-        blended = new if old == -np.inf else old + weight * (new - old)
-        column[i] = blended if units[i] >= 0 else old
+        new = scores[i] if old == -np.inf else old + weight * (scores[i] - old)
+        column[i] = old if np.isnan(scores[i]) else new
 
 
 @njit

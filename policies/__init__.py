@@ -1,6 +1,7 @@
 """Who leaves when a tier is full: one policy per file."""
 
 from tierstore.policies.adaptive import Adaptive
+from tierstore.policies.blend import Blend
 from tierstore.policies.clairvoyant import Clairvoyant
 from tierstore.policies.ewma import EWMA
 from tierstore.policies.ewma_use import EwmaUse
@@ -15,6 +16,7 @@ __all__ = [
     "LRFU",
     "LRU",
     "Adaptive",
+    "Blend",
     "BlockStats",
     "Clairvoyant",
     "EwmaUse",

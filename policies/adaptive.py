@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.kernels.tables import CHUNK
-from tierstore.policies.ewma import EWMA
+from tierstore.policies.blend import Blend
 from tierstore.policies.ewma_use import EwmaUse
 from tierstore.policies.lookahead import Lookahead
 from tierstore.policies.lrfu import LRFU
@@ -18,6 +17,8 @@ from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
 from tierstore.policies.shadows import Shadows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access, Ids
 
@@ -41,7 +42,7 @@ class Adaptive(RankedPolicy):
 
     def __init__(
         self,
-        candidates: Sequence[Callable[[], RankedPolicy]] = (EWMA, EwmaUse, Lookahead, LRU, LRFU),
+        candidates: Sequence[Callable[[], RankedPolicy]] = (Blend, EwmaUse, Lookahead, LRU, LRFU),
         *,
         window: float = 2.0,
         every: int = 4,

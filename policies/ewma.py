@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.policies.history import ScoreHistory
+import numpy as np
+
+from tierstore.policies.history import LEAST_MASS, ScoreHistory
 from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
 
 if TYPE_CHECKING:
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access
-
-_LEAST = -20.72
-"""Log mass of 1e-9: what is smaller is nothing."""
 
 
 class EWMA(RankedPolicy):
@@ -25,13 +24,8 @@ class EWMA(RankedPolicy):
     alpha: weight of the newest score, in (0, 1]; 1 is `Lookahead`.
     """
 
-    def __init__(self, alpha: float = 0.25) -> None:
-        self._history = ScoreHistory(alpha, low=_LEAST, high=0.0)
-
-    @property
-    def alpha(self) -> float:
-        """Weight of the newest score."""
-        return self._history.alpha
+    def __init__(self, alpha: float = 0.3) -> None:
+        self._history = ScoreHistory([alpha], LEAST_MASS, np.inf)
 
     def bind(self, space: HandleSpace) -> None:
         super().bind(space)
@@ -42,4 +36,4 @@ class EWMA(RankedPolicy):
         self._history.update(access)
 
     def rank(self, stats: BlockStats) -> Rank:
-        return self._history[stats.handles]
+        return self._history.mean(0, stats.handles)

@@ -30,13 +30,11 @@ class EwmaUse(RankedPolicy):
     ----------
     alpha: weight of the newest margin, in (0, 1].
     decay: what is left of a use one step later, in [0, 1].
-    weight: factor of the log of uses; 0 leaves them out.
     """
 
-    def __init__(self, alpha: float = 0.3, decay: float = 0.95, weight: float = 1.0) -> None:
-        self._margins = ScoreHistory(alpha, *_MARGINS)
+    def __init__(self, alpha: float = 0.3, decay: float = 0.95) -> None:
+        self._margins = ScoreHistory([alpha], *_MARGINS)
         self._uses = UseCount(decay)
-        self.weight = weight
 
     def bind(self, space: HandleSpace) -> None:
         super().bind(space)
@@ -49,12 +47,13 @@ class EwmaUse(RankedPolicy):
         self._uses.update(access)
 
     def rank(self, stats: BlockStats) -> Rank:
-        uses = np.log(self._uses[stats.handles] + np.float32(_UNUSED))
-        return self._margins[stats.handles] + np.float32(self.weight) * uses
+        uses = np.log(self._uses.uses(stats.handles) + np.float32(_UNUSED))
+        return self._margins.mean(0, stats.handles) + uses
 
 
 def _lowest_selected(access: Access) -> Scores:
     """Lowest selected score of each row; 0 where nothing was selected."""
-    padded: Scores = np.append(access.scores, np.float32(0))
+    # Padded, since the last rows may begin at the end.
+    padded: Scores = np.append(access.scores, np.float32(np.inf))
     lowest = np.maximum(np.minimum.reduceat(padded, access.row_ptr[:-1]), _LEAST_CUT)
     return np.where(np.diff(access.row_ptr) == 0, np.float32(0), lowest)

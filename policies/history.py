@@ -11,28 +11,35 @@ from tierstore.kernels import histories
 from tierstore.kernels.tables import CHUNK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access, Ids, Scores
 
 
+LEAST_MASS = -20.72
+"""Log of an attention mass of 1e-9: what is smaller is nothing."""
+
+
 class ScoreHistory:
-    """Exponentially weighted mean of a block's scores; -inf before the first one.
+    """Exponentially weighted means of each block's scores; -inf before the first one.
 
     Parameters
     ----------
-    alpha: weight of the newest score, in (0, 1].
+    alphas: weight of the newest score in each of the means, in (0, 1].
     low, high: scores outside count as these.
     """
 
-    def __init__(self, alpha: float, low: float, high: float) -> None:
-        if not 0 < alpha <= 1:
-            raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
-        self.alpha = alpha
+    def __init__(self, alphas: Sequence[float], low: float, high: float) -> None:
+        for alpha in alphas:
+            if not 0 < alpha <= 1:
+                raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
+        self._weights = np.array(alphas, np.float32)
         self._bounds = np.float32(low), np.float32(high)
 
     def bind(self, space: HandleSpace) -> None:
         self._space = space
-        self._column = space.column(np.float32, fill=-np.inf)
+        self._means = [space.column(np.float32, fill=-np.inf) for _ in self._weights]
 
     def update(self, access: Access, shift: Scores | None = None) -> None:
         """Take in the step's scores, each less ``shift[row]``, of all blocks of its rows."""
@@ -43,12 +50,13 @@ class ScoreHistory:
             shift = np.zeros(len(everything.segments), np.float32)
         histories.blend_scores(
             self._space.chunks, self._space.blocks, everything.segments, everything.unit_of,
-            everything.unit_scores, shift, *self._bounds, np.float32(self.alpha),
-            self._column.array,
+            everything.unit_scores, shift, *self._bounds, self._weights,
+            tuple(mean.array for mean in self._means),
         )  # fmt: skip
 
-    def __getitem__(self, handles: Ids) -> Scores:
-        return self._column.array[handles]
+    def mean(self, number: int, handles: Ids) -> Scores:
+        """The mean of that number; -inf for blocks that never had a score."""
+        return self._means[number].array[handles]
 
 
 class UseCount:
@@ -77,7 +85,8 @@ class UseCount:
         )
         count[access.handles] += 1
 
-    def __getitem__(self, handles: Ids) -> Scores:
+    def uses(self, handles: Ids) -> Scores:
+        """The uses that are left."""
         return self._column.array[handles]
 
 

@@ -26,11 +26,6 @@ class LRFU(RankedPolicy):
     def __init__(self, decay: float = 0.95) -> None:
         self._uses = UseCount(decay)
 
-    @property
-    def decay(self) -> float:
-        """What is left of a use one step later."""
-        return self._uses.decay
-
     def bind(self, space: HandleSpace) -> None:
         super().bind(space)
         self._uses.bind(space)
@@ -40,4 +35,4 @@ class LRFU(RankedPolicy):
         self._uses.update(access)
 
     def rank(self, stats: BlockStats) -> Rank:
-        return self._uses[stats.handles]
+        return self._uses.uses(stats.handles)

@@ -45,21 +45,18 @@ def drifting(
 
 def best(trace: AttentionTrace, budget: int) -> Choice:
     """Best blocks of each step and segment: those of better units first, then lower numbers."""
-    tables = trace.unit_of.tolist()
-    choice: Choice = []
-    for have, scores in zip(trace.blocks.tolist(), trace.unit_scores.tolist(), strict=True):
-        choice.append([])
-        for segment, count in enumerate(have):
-            table = tables[min(segment, len(tables) - 1)]
+    tables = trace.unit_of.tolist() * (trace.segments if len(trace.unit_of) == 1 else 1)
+    return [
+        [
+            _best(count, table, of_units)[:budget]
+            for count, table, of_units in zip(have, tables, scores, strict=True)
+        ]
+        for have, scores in zip(trace.blocks.tolist(), trace.unit_scores.tolist(), strict=True)
+    ]
 
-            def order(
-                block: int, segment: int = segment, table: list[int] = table
-            ) -> tuple[float, int, int]:
-                unit = table[block]
-                return -scores[segment][unit], unit, block
 
-            choice[-1].append(sorted(range(count), key=order)[:budget])
-    return choice
+def _best(count: int, table: list[int], scores: list[float]) -> list[int]:
+    return sorted(range(count), key=lambda block: (-scores[table[block]], table[block], block))
 
 
 def with_choice(trace: AttentionTrace, choice: Choice) -> AttentionTrace:

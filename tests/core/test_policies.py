@@ -7,7 +7,7 @@ import pytest
 
 from tierstore.errors import ConfigError
 from tierstore.interfaces import Access, BlockScores
-from tierstore.policies import LRU, Lookahead, Random
+from tierstore.policies import EWMA, LRFU, LRU, Adaptive, Blend, EwmaUse, Lookahead, Random
 from tierstore.testing import PolicyTests
 from tierstore.testing.policies import Fact, History
 
@@ -30,6 +30,31 @@ class TestLookaheadWithAPool(PolicyTests):
 class TestRandom(PolicyTests):
     def make_policy(self) -> Random:
         return Random(seed=3)
+
+
+class TestEWMA(PolicyTests):
+    def make_policy(self) -> EWMA:
+        return EWMA()
+
+
+class TestEwmaUse(PolicyTests):
+    def make_policy(self) -> EwmaUse:
+        return EwmaUse()
+
+
+class TestLRFU(PolicyTests):
+    def make_policy(self) -> LRFU:
+        return LRFU()
+
+
+class TestBlend(PolicyTests):
+    def make_policy(self) -> Blend:
+        return Blend()
+
+
+class TestAdaptive(PolicyTests):
+    def make_policy(self) -> Adaptive:
+        return Adaptive(every=2)
 
 
 def access(
@@ -131,3 +156,73 @@ def test_random_spreads_and_depends_on_its_seed() -> None:
             draws.append(leaving(history, blocks, 4))
     assert len(set(map(tuple, draws))) == len(draws)
     assert len({block for draw in draws for block in draw}) > 15
+
+
+def test_a_mean_of_scores_outlives_a_bad_moment() -> None:
+    """Lookahead would evict block 0, which matters but for this step."""
+    history = History(EWMA(alpha=0.3))
+    for step, score in enumerate([-1.0, -1.0, -1.0, -6.0]):
+        access(history, step, [2], scores_of(history, {0: [score, -4.0, -1.0]}))
+    assert leaving(history, [0, 1], 1) == [1]
+
+
+def test_a_mean_begins_with_the_first_score() -> None:
+    history = History(EWMA(alpha=0.3))
+    access(history, 1, [], scores_of(history, {0: [-5.0]}))
+    access(history, 2, [], scores_of(history, {0: [-3.0, -4.0]}))
+    assert leaving(history, [0, 1], 1) == [0]
+    assert leaving(history, [0, 1, 9], 1) == [9]
+
+
+def test_uses_fade() -> None:
+    """Block 0 was used three times long ago, block 1 twice just now."""
+    history = History(LRFU(decay=0.8))
+    for step, chosen in enumerate([[0], [0], [0], *[[5]] * 8, [1], [1]]):
+        access(history, step, chosen)
+    assert leaving(history, [0, 1], 1) == [0]
+    history = History(LRFU(decay=1.0))
+    for step, chosen in enumerate([[0], [0], [0], *[[5]] * 8, [1], [1]]):
+        access(history, step, chosen)
+    assert leaving(history, [0, 1], 1) == [1]
+
+
+def test_a_score_of_nothing_spoils_no_mean() -> None:
+    """Indexes give -inf to units that stand for no token."""
+    for policy in (EWMA(), EwmaUse(), Blend()):
+        history = History(policy)
+        nothing = scores_of(history, {0: [-np.inf, -1.0]})
+        history.last = Access(
+            np.array([0, 1]), history.handles(0)[:1], np.full(1, -np.inf, np.float32), 1, nothing
+        )
+        history.policy.on_access(history.last)
+        for step in range(2, 40):
+            access(history, step, [1], scores_of(history, {0: [-1.0, -9.0]}))
+        ranks = leaving(history, [0, 1, 7], 1)
+        assert ranks == [7]
+
+
+@pytest.mark.parametrize("alpha", [0.0, -0.1, 1.1])
+def test_a_weight_that_is_none_is_refused(alpha: float) -> None:
+    with pytest.raises(ConfigError, match=rf"alpha={alpha}: expected a weight in \(0, 1\]"):
+        EWMA(alpha)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1])
+def test_a_decay_that_is_none_is_refused(decay: float) -> None:
+    with pytest.raises(ConfigError, match=rf"decay={decay}: expected a factor in \[0, 1\]"):
+        LRFU(decay)
+
+
+def test_a_blend_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"share=1.0, weight=0.15: expected a part in \(0, 1\)"):
+        Blend(share=1.0)
+    with pytest.raises(ConfigError, match="weight=-1: expected a part"):
+        Blend(weight=-1)
+
+
+def test_a_choice_between_no_or_too_many_candidates_is_refused() -> None:
+    for candidates in ((), (LRU,) * 9):
+        with pytest.raises(ConfigError, match=f"{len(candidates)} candidates: expected 1 to 8"):
+            Adaptive(candidates)
+    with pytest.raises(ConfigError, match=r"memory=1, .*: expected at least 1 and 1"):
+        Adaptive(memory=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tierstore.directory import HandleSpace
 from tierstore.interfaces import Access, BlockScores, Demand, EvictionPolicy
 from tierstore.memory import unlimited
-from tierstore.policies import LRU, Lookahead, Random
+from tierstore.policies import EWMA, LRFU, LRU, Blend, EwmaUse, Lookahead, Random
 
 SEGMENTS, BLOCKS, CAPACITY, BUDGET, STEPS = 2, 90, 14, 6, 30
 BLOCKS_PER_UNIT = 2
@@ -25,10 +25,15 @@ Victims = list[list[list[int]]]
 
 
 class Step(NamedTuple):
-    """What one segment knows in one step: scores of its blocks, and when each was last selected."""
+    """What one segment knows in one step: scores of its blocks, and when each was last selected.
+
+    past, choices: the scores and the selected blocks of every step so far, this one included.
+    """
 
     scores: list[float]
     last_used: dict[int, int]
+    past: list[list[float]]
+    choices: list[list[int]]
 
 
 Rank = Callable[[Step, int], tuple[float, ...]]
@@ -54,11 +59,63 @@ def outside_the_best(pool: int) -> Rank:
     return rank
 
 
+def mean(values: list[float], alpha: float) -> np.float32:
+    """Exponentially weighted, in single precision; begins with the first value."""
+    total, weight = np.float32(values[0]), np.float32(alpha)
+    for value in values[1:]:
+        total = np.float32(total + weight * (np.float32(value) - total))
+    return total
+
+
+def uses(step: Step, block: int, decay: float) -> np.float32:
+    """Selections of a block, each worth a power of its age."""
+    total = np.float32(0)
+    for chosen in step.choices:
+        total = np.float32(total * np.float32(decay)) + np.float32(block in chosen)
+    return total
+
+
+def lowest_mean_first(alpha: float) -> Rank:
+    def rank(step: Step, block: int) -> tuple[float, ...]:
+        scores = [max(scores[block], -20.72) for scores in step.past]
+        return float(mean(scores, alpha)), step.last_used[block]
+
+    return rank
+
+
+def fewest_uses_first(decay: float) -> Rank:
+    return lambda step, block: (float(uses(step, block, decay)), step.last_used[block])
+
+
+def lowest_margin_and_uses_first(step: Step, block: int) -> tuple[float, ...]:
+    margins = []
+    for scores, chosen in zip(step.past, step.choices, strict=True):
+        cut = np.float32(min(scores[b] for b in chosen))
+        margins.append(float(np.clip(np.float32(scores[block]) - cut, -6, 2)))
+    log_uses = np.log(np.float32(uses(step, block, 0.95) + np.float32(0.05)))
+    return float(mean(margins, 0.3) + log_uses), step.last_used[block]
+
+
+def lowest_blend_first(step: Step, block: int) -> tuple[float, ...]:
+    scores = [max(scores[block], -20.72) for scores in step.past]
+    fast, slow = mean(scores, 0.6), mean(scores, 0.1)
+    log_uses = np.log(np.float32(uses(step, block, 0.9) + np.float32(0.05)))
+    share = np.float32(0.65)
+    blended = share * fast + (1 - share) * slow + np.float32(0.15) * log_uses
+    return float(blended), step.last_used[block]
+
+
 RULES: dict[str, tuple[Callable[[], EvictionPolicy], Rank]] = {
     "lru": (LRU, oldest_first),
     "lookahead": (Lookahead, worst_first),
     "pool of 8": (lambda: Lookahead(pool=8), outside_the_best(8)),
     "pool of 20": (lambda: Lookahead(pool=20), outside_the_best(20)),
+    "ewma": (EWMA, lowest_mean_first(0.3)),
+    "ewma of the last few": (lambda: EWMA(alpha=0.8), lowest_mean_first(0.8)),
+    "ewma + use": (EwmaUse, lowest_margin_and_uses_first),
+    "lrfu": (LRFU, fewest_uses_first(0.95)),
+    "lfu": (lambda: LRFU(decay=1.0), fewest_uses_first(1.0)),
+    "blend": (Blend, lowest_blend_first),
     "pool of everything": (lambda: Lookahead(pool=BLOCKS), outside_the_best(BLOCKS)),
 }
 
@@ -82,14 +139,17 @@ def replay_rule(trace: Trace, rank: Rank) -> Victims:
     """By lists and dictionaries."""
     residents: list[list[int]] = [[] for _ in range(SEGMENTS)]
     last_used: list[dict[int, int]] = [{} for _ in range(SEGMENTS)]
+    past: list[list[list[float]]] = [[] for _ in range(SEGMENTS)]
+    choices: list[list[list[int]]] = [[] for _ in range(SEGMENTS)]
     victims: Victims = []
     for number, units in enumerate(trace.tolist()):
         victims.append([])
         for segment, held in enumerate(residents):
-            step = Step(
-                [s for s in units[segment] for _ in range(BLOCKS_PER_UNIT)], last_used[segment]
-            )
+            scores = [s for s in units[segment] for _ in range(BLOCKS_PER_UNIT)]
+            step = Step(scores, last_used[segment], past[segment], choices[segment])
             selected = selected_by(step.scores)
+            step.past.append(scores)
+            step.choices.append(selected)
             step.last_used.update(dict.fromkeys(selected, number))
             missing = [block for block in selected if block not in held]
             able = [block for block in held if block not in selected]
@@ -122,7 +182,7 @@ def replay_policy(trace: Trace, policy: EvictionPolicy) -> tuple[Victims, int]:
         access = Access(
             row_ptr=np.arange(SEGMENTS + 1) * BUDGET,
             handles=np.array(selected, np.int32).ravel(),
-            scores=np.zeros(SEGMENTS * BUDGET, np.float32),
+            scores=np.array([s[b] for s in per_block for b in selected_by(s)], np.float32),
             step=number,
             everything=BlockScores(units, unit_of, segments),
         )

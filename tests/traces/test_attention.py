@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, TraceError
-from tierstore.interfaces import EvictionPolicy
 from tierstore.layout import BlockLayout, Part
 from tierstore.policies import EWMA, LRFU, LRU, Adaptive, Clairvoyant, EwmaUse, Lookahead
 from tierstore.store import BlockStore
@@ -25,6 +24,8 @@ from tierstore.traces.file import write_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from tierstore.interfaces import EvictionPolicy
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU, "lookahead": Lookahead, "ewma": EWMA, "use": EwmaUse, "lrfu": LRFU,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import TraceError
-from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.recorder import AttentionRecorder
+
+if TYPE_CHECKING:
+    from tierstore.traces.attention import AttentionTrace
 
 GEOMETRY = Geometry(2, 6, 2, 16, torch.float32, torch.device("cpu"))
 SEQUENCES, CONTEXT, STEPS, SCALE = 2, 300, 40, 0.4

@@ -1,0 +1,64 @@
+"""The default for attention: what mattered just now, over a while, and was used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.policies.history import LEAST_MASS, ScoreHistory, UseCount
+from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
+
+if TYPE_CHECKING:
+    from tierstore.directory import HandleSpace
+    from tierstore.interfaces import Access
+
+_UNUSED = np.float32(0.05)
+
+
+class Blend(RankedPolicy):
+    """Evicts the lowest blend of a fast and a slow mean of log attention mass, and of uses.
+
+    The rank is ``share * fast + (1 - share) * slow + weight * log(uses + 0.05)``. A block that
+    mattered over the last steps stays a while, and longer if it did so before. Twelve bytes a
+    block, resident or not.
+
+    Parameters
+    ----------
+    fast, slow: weight of the newest score in each mean, in (0, 1].
+    share: part of the fast mean, in (0, 1).
+    decay: what is left of a use one step later, in [0, 1].
+    weight: of the log of uses, at least 0.
+    """
+
+    def __init__(
+        self,
+        fast: float = 0.6,
+        slow: float = 0.1,
+        share: float = 0.65,
+        decay: float = 0.9,
+        weight: float = 0.15,
+    ) -> None:
+        if not (0 < share < 1 and weight >= 0):
+            raise ConfigError(
+                f"share={share}, weight={weight}: expected a part in (0, 1), and at least 0"
+            )
+        self._scores = ScoreHistory([fast, slow], LEAST_MASS, np.inf)
+        self._uses = UseCount(decay)
+        self._share, self._weight = np.float32(share), np.float32(weight)
+
+    def bind(self, space: HandleSpace) -> None:
+        super().bind(space)
+        self._scores.bind(space)
+        self._uses.bind(space)
+
+    def on_access(self, access: Access) -> None:
+        super().on_access(access)
+        self._scores.update(access)
+        self._uses.update(access)
+
+    def rank(self, stats: BlockStats) -> Rank:
+        fast, slow = (self._scores.mean(number, stats.handles) for number in range(2))
+        uses = np.log(self._uses.uses(stats.handles) + _UNUSED)
+        return self._share * fast + (1 - self._share) * slow + self._weight * uses
