@@ -28,6 +28,7 @@ from tierstore.traces.attention_replay import replay
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tierstore.policies.knapsack import Choices, Picks
     from tierstore.policies.profile import Amounts
 
 SIZES = (1.5, 2.0, 3.0)
@@ -147,7 +148,7 @@ class _Curves:
         found["budgets of others"] = _fetched(trace, self.budget, windows, shares)
         return found
 
-    def loss(self, number: int, size: float, solve: Callable[..., Amounts]) -> float:
+    def loss(self, number: int, size: float, solve: Callable[[Choices, int], Picks]) -> float:
         """Blocks that the plan of document `number` is expected to miss in a step."""
         profile = self.whole[number]
         windows = allocate_windows(profile, size, solve=solve)
@@ -157,7 +158,9 @@ class _Curves:
 
     def missed(self) -> dict[str, list[float]]:
         """Attention mass missed with even budgets and with those of plans, by document."""
-        even, others, hindsight = [], [], []
+        even: list[float] = []
+        others: list[float] = []
+        hindsight: list[float] = []
         for number, profile in enumerate(self.masses):
             heads = np.arange(len(profile))
             even.append(float(profile[:, BUDGETS == 1].mean()))

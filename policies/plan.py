@@ -160,7 +160,7 @@ def _fault(windows: Amounts, budgets: Amounts | None, misses: Amounts | None) ->
 
 def _table(content: object) -> Amounts:
     """Nested lists of numbers as an array; ValueError for anything else."""
-    cells = [content]
+    cells: list[Any] = [content]
     while cells and isinstance(cells[0], list):
         if not all(isinstance(row, list) for row in cells):
             raise ValueError

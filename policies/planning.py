@@ -111,14 +111,13 @@ def _shape(traces: Sequence[AttentionTrace]) -> tuple[tuple[int, int], tuple[int
     shapes = {tuple(trace.facts.get(name) for name in names) for trace in traces}
     if len(shapes) != 1:
         raise ConfigError(f"traces of {len(shapes)} kinds of models: expected traces of one")
-    sizes = shapes.pop()
-    if not all(isinstance(size, int) and size >= 1 for size in sizes) or any(
-        trace.segments != sizes[0] * sizes[1] for trace in traces
-    ):
+    sizes: list[Any] = list(shapes.pop())
+    is_whole = all(isinstance(size, int) and size >= 1 for size in sizes)
+    if not is_whole or any(trace.segments != sizes[0] * sizes[1] for trace in traces):
         found = dict(zip(names, sizes, strict=True))
         raise ConfigError(
             f"trace of {traces[0].segments} segments of a model with {found}: expected one of a "
             "single sequence, recorded by this version of tierstore trace record"
         )
-    layers, kv_heads, query_heads, head_dim = (int(size) for size in sizes)
+    layers, kv_heads, query_heads, head_dim = sizes
     return (layers, kv_heads), (query_heads, head_dim)

@@ -211,7 +211,8 @@ class BlockStore:
     def quota(self, domains: Ids) -> Pointers:
         """Most blocks that each of these top-tier domains may hold."""
         with self._lock:
-            return self._moves.residency[0].quota[domains].copy()
+            quota: Pointers = self._moves.residency[0].quota[domains]
+            return quota
 
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks that each top-tier domain may hold; what exceeds a smaller quota is evicted.

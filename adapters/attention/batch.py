@@ -198,11 +198,11 @@ class Batch:
         """Share the tiers out anew, as the context has grown."""
         rules, layer = self.rules, self.layers[0]
         stored = self.tokens // rules.preset.block_tokens + 1
-        wanted = self._per_head(stored)
+        useful = self._per_head(stored)
         if rules.window is not None:
             windows = rules.window if self.plan is None else self.plan.windows[:, None]
-            wanted = np.minimum(np.ceil(self._per_head(self.budgets()) * windows), wanted)
-        wanted = wanted.astype(np.int64).reshape(-1)
+            useful = np.minimum(np.ceil(self._per_head(self.budgets()) * windows), useful)
+        wanted = useful.astype(np.int64).reshape(-1)
         self._most_residents = int(wanted.max()) if rules.attends_residents else 0
         fit_top_tier(self.store, self._segments(), wanted, index_to_come)
         blocks = (
@@ -229,7 +229,8 @@ class Batch:
         )
         segments = len(self.layers) * len(layer.segments)
         middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
-        room = [store.quota(layer.segments[layer.rows(sealed.sequence)]), *middle]
+        top = store.quota(layer.segments[layer.rows(sealed.sequence)])
+        room: list[int | Pointers] = [top, *middle]
         return assign_homes(weight.cpu().numpy(), room)
 
     # One new token per sequence

@@ -24,6 +24,7 @@ class SelectableShare:
     def __init__(self, engine: AttentionEngine, preset: Preset) -> None:
         self._engine = engine
         self._always = preset.sinks, preset.local
+        self._keys: list[torch.Tensor]
         self.reset()
 
     @property
@@ -58,7 +59,8 @@ class SelectableShare:
         sinks, local = self._always
         queries = query.unflatten(0, (len(keys), -1)).float()
         weights = (queries @ keys.float().transpose(1, 2) * scale).softmax(-1)
-        return weights[..., sinks:-local].sum(-1).mean(-1).double()
+        share: torch.Tensor = weights[..., sinks:-local].sum(-1).mean(-1).double()
+        return share
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self._engine.select_rows(rows)

@@ -19,7 +19,7 @@ FACTS = {
 }  # fmt: skip
 
 
-def made_up(seed: int = 0, **facts: object) -> AttentionTrace:
+def made_up(seed: int = 0, /, **facts: object) -> AttentionTrace:
     """Segments whose scores change at different paces and are spread differently."""
     random = np.random.default_rng(seed)
     segments = LAYERS * HEADS
