@@ -157,6 +157,8 @@ def _check_tiers(options: argparse.Namespace) -> None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
     if options.plan is not None:
         Plan.load(options.plan)
+    if options.recalibrate is not None and options.recalibrate < 1:
+        raise ConfigError(f"recalibrate={options.recalibrate}: expected at least 1 step")
     if options.hysteresis is not None:
         parse_hysteresis(options.hysteresis)
     if options.window is not None and not options.window >= 1:

@@ -83,6 +83,24 @@ def test_what_cannot_be_is_one_line_of_error(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--hysteresis", "much", "hysteresis='much'"),
+        ("--plan", "none.json", "No such file"),
+        ("--recalibrate", "0", "expected at least 1 step"),
+    ],
+)
+def test_generate_refuses_at_once_what_no_model_could_do(
+    option: str, value: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "text.txt"
+    document.write_text("Some text.")
+    asked = ["generate", "--document", str(document), "--question", "", "--fast", "1MiB"]
+    assert main([*asked, option, value, "--model", "none"]) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_a_plot_needs_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
