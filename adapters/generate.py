@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.attention.report import Report
     from tierstore.adapters.transformers import TierCache
+    from tierstore.policies.plan import Plan
 
 _WARM_UP_TOKENS = 256
 
@@ -38,6 +39,9 @@ class TierOptions:
     disk_codec: str | None = None
     keep: bool = False
     window: float | None = None
+    hysteresis: float | str | None = None
+    plan: Plan | str | Path | None = None
+    recalibrate: int | None = None
 
     def attach(self, model: PreTrainedModel) -> TierCache:
         """Attach `model` with these options."""
@@ -53,6 +57,9 @@ class TierOptions:
             disk_codec=self.disk_codec,
             keep=self.keep,
             window=self.window,
+            hysteresis=self.hysteresis,
+            plan=self.plan,
+            recalibrate=self.recalibrate,
         )
 
 

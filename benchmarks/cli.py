@@ -46,6 +46,14 @@ BENCHMARKS = {
         "a skewed trace through queue policies, and through libCacheSim where it is installed",
         frozenset({"repeat"}),
     ),
+    "hysteresis": Benchmark(
+        "bytes saved by fetching only what is better than the last block selected, and its cost",
+        frozenset({"tokens"}),
+    ),
+    "windows": Benchmark(
+        "bytes saved by sharing window and budget out between heads, on text never seen before",
+        frozenset({"tokens", "traces"}),
+    ),
     "store": Benchmark(
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
@@ -83,7 +91,9 @@ def add_command(subparsers: Subparsers) -> None:
         "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
     )
     parser.add_argument(
-        "--traces", metavar="DIR", help="attention traces to replay (policies); it needs them"
+        "--traces",
+        metavar="WHERE",
+        help="attention traces: files with commas between, or a directory (policies, windows)",
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.adapters.documents import build_prompt, builtin_document
 from tierstore.adapters.generate import next_logits
-from tierstore.benchmarks.systems import SYSTEMS, attached
+from tierstore.benchmarks.systems import SYSTEMS, System, attached
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tierstore.adapters.models import LoadedModel
     from tierstore.benchmarks.rounds import Say
@@ -48,27 +48,32 @@ class Answer(NamedTuple):
 
 
 def answers(
-    say: Say, loaded: LoadedModel, tokens: int, facts: Sequence[Fact]
+    say: Say,
+    loaded: LoadedModel,
+    tokens: int,
+    facts: Sequence[Fact],
+    systems: Mapping[str, System] = SYSTEMS,
 ) -> dict[str, list[Answer]]:
-    """Answers of every system, full attention among them, each fact in a document of its own.
+    """Answers of every system, each fact in a document of its own.
 
     The first token of an answer comes from the prefill, which is exact, so all systems share it.
     """
-    found: dict[str, list[Answer]] = {name: [] for name in SYSTEMS}
+    found: dict[str, list[Answer]] = {name: [] for name in systems}
     prompts = [_prompt(loaded, tokens, fact) for fact in facts]
     room = max(map(len, prompts)) + _ANSWER_TOKENS
-    with attached(loaded.model, room, [(name, BUDGET) for name in SYSTEMS]) as (cache, engines):
+    wanted = [(name, BUDGET) for name in systems]
+    with attached(loaded.model, room, wanted, systems) as (cache, engines):
         for fact, prompt in zip(facts, prompts, strict=True):
             cache.reset()
             first = int(next_logits(loaded.model, prompt, cache.kwargs).argmax())
-            for name, engine in zip(SYSTEMS, engines.names, strict=True):
+            for name, engine in zip(systems, engines.names, strict=True):
                 engines.choose(engine)
                 new = [first]
                 while len(new) < _ANSWER_TOKENS:
                     new.append(int(next_logits(loaded.model, new[-1:], cache.kwargs).argmax()))
                 cache.crop(1 - len(new))
                 found[name].append(Answer(fact, str(loaded.tokenizer.decode(new))))
-            right = [name for name in SYSTEMS if found[name][-1].is_right]
+            right = [name for name in systems if found[name][-1].is_right]
             say(f"fact about {fact.city}: found by {', '.join(right) or 'none'}")
     return found
 

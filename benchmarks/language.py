@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 _CHARACTERS_PER_TOKEN = 8  # more than real text has
 
 
-def real_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[int]:
-    """The first tokens of `pydoc_data.topics`: the same for everyone with the same Python version.
+def real_text(tokenizer: PreTrainedTokenizerBase, tokens: int, start: int = 0) -> list[int]:
+    """Tokens of `pydoc_data.topics`: the same for everyone with the same Python version.
 
-    ConfigError if it has fewer.
+    start: character that they begin at. ConfigError if there are fewer behind it.
     """
     from pydoc_data.topics import topics
 
-    text = "\n".join(topics.values())[: _CHARACTERS_PER_TOKEN * tokens]
+    text = "\n".join(topics.values())[start:][: _CHARACTERS_PER_TOKEN * tokens]
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)[:tokens]
     if len(ids) < tokens:
         raise ConfigError(

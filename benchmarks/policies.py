@@ -13,6 +13,7 @@ from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.policy_cost import COSTS, cost_ratios, costs
 from tierstore.benchmarks.rounds import Measure, Ratio
+from tierstore.benchmarks.trace_files import trace_files
 from tierstore.errors import ConfigError
 from tierstore.policies import (
     EWMA,
@@ -87,15 +88,10 @@ class Case(NamedTuple):
 
 
 def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
-    """Replay every attention trace in a directory, then measure what a choice costs."""
+    """Replay attention traces, then measure what a choice costs."""
     if traces is None:
-        raise ConfigError("traces=None: expected a directory of attention traces; pass --traces")
-    paths = sorted(Path(traces).glob("*.trace"))
-    if not paths:
-        raise ConfigError(
-            f"traces={traces!r}: no *.trace in that directory; make some with tierstore trace "
-            "record"
-        )
+        raise ConfigError("traces=None: expected attention traces; pass --traces")
+    paths = trace_files(traces)
     hits, facts = hit_ratios(say, paths)
     speed = costs(say, repeat)
     gaps = {f"gap closed: {case}": _gaps(values) for case, values in hits.items()}

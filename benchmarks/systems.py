@@ -13,7 +13,7 @@ from tierstore.benchmarks.random_blocks import RandomBlocks
 from tierstore.policies import LRU
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -48,7 +48,10 @@ def named(system: str, budget: float) -> str:
 
 @contextmanager
 def attached(
-    model: PreTrainedModel, tokens: int, wanted: Iterable[tuple[str, float]]
+    model: PreTrainedModel,
+    tokens: int,
+    wanted: Iterable[tuple[str, float]],
+    systems: Mapping[str, System] = SYSTEMS,
 ) -> Iterator[tuple[TierCache, Alternatives]]:
     """`model` with an engine for each wanted system and budget, with room for `tokens` and more."""
     from tierstore.adapters.transformers import attach_engine, geometry_of
@@ -57,7 +60,7 @@ def attached(
     with ExitStack() as stack:
         engines = {}
         for name, budget in wanted:
-            system = SYSTEMS[name]
+            system = systems[name]
             fast = ample if system.has_window else None
             engine = SparseAttention(
                 geometry, preset=system.preset, budget=budget, fast=fast, dram=ample

@@ -58,6 +58,30 @@ def judge(chunks, blocks_of, segments, row_ptr, blocks, slot_of, valid_of, last_
 
 
 @njit
+def worth_fetching(row_ptr, scores, slots, held, delta, kept_ptr, kept):
+    """Positions of the selected blocks of each row that are there or worth fetching.
+
+    A missing block is worth it if its score is at least `delta` above the lowest one selected in
+    its row. A row that has fewer blocks in its domain (`held`) than it selects keeps all.
+    """
+    at = 0
+    kept_ptr[0] = 0
+    for row in range(row_ptr.shape[0] - 1):
+        first = row_ptr[row]
+        last = row_ptr[row + 1]
+        is_cold = held[row] < last - first
+        lowest = np.inf
+        for i in range(first, last):
+            lowest = min(lowest, scores[i])
+        for i in range(first, last):
+            if is_cold or slots[i] >= 0 or scores[i] - lowest >= delta:
+                kept[at] = i
+                at += 1
+        kept_ptr[row + 1] = at
+    return at
+
+
+@njit
 def install(handles, slots, domains, slot_of, handle_of, members, counts, position):
     """Enter blocks into slots and into their domains' member lists."""
     for i in range(handles.shape[0]):

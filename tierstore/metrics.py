@@ -18,15 +18,21 @@ class TierMetrics:
 
 
 class StoreMetrics:
-    """Counters of a store, tier by tier."""
+    """Counters of a store, tier by tier.
+
+    fetched: selected blocks that were brought into the top tier. filtered: selected blocks that
+    were left where they are, since they were not worth it.
+    """
 
     def __init__(self, names: list[str]) -> None:
         self.tiers = [TierMetrics(name) for name in names]
+        self.fetched = 0
+        self.filtered = 0
 
     @property
     def selected(self) -> int:
         """Blocks selected so far."""
-        return sum(tier.hits for tier in self.tiers)
+        return sum(tier.hits for tier in self.tiers) + self.filtered
 
     @property
     def hit_rate(self) -> float:

@@ -208,6 +208,12 @@ class BlockStore:
             self.set_quota(domains, least + (quota - least) * rest // (quota - least).sum())
         self._moves.evict(level, residency.above(slots))
 
+    def quota(self, domains: Ids) -> Pointers:
+        """Most blocks that each of these top-tier domains may hold."""
+        with self._lock:
+            quota: Pointers = self._moves.residency[0].quota[domains]
+            return quota
+
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks that each top-tier domain may hold; what exceeds a smaller quota is evicted.
 
@@ -340,13 +346,19 @@ class BlockStore:
 
     # Reading
 
-    def visit(self, selection: Selection, segments: Ids) -> Generator[Visit, None, None]:
+    def visit(
+        self, selection: Selection, segments: Ids, *, hysteresis: float = 0.0
+    ) -> Generator[Visit, None, None]:
         """Bring the selected blocks of each row into the top tier, and yield them.
 
         Usually once. A selection larger than its domain comes in several visits that together hold
         each block once. While a visit lasts, the top tier stays as it is. CapacityError if a domain
         has no room for a single block. PolicyError if the selection names a block that its segment
         does not have, or one twice.
+
+        hysteresis: a selected block that is not in the top tier is left out, and not fetched,
+            unless its score is at least so much above the lowest score selected in its row. 0
+            fetches all, and so does a row whose domain holds fewer blocks than the row selects.
         """
         with self._changing():
             moves, top = self._moves, self._moves.residency[0]
@@ -356,16 +368,21 @@ class BlockStore:
             )
             if self.backing > 0:
                 moves.tell(0, "on_access", access)
+            row_ptr = selection.row_ptr
+            if misses and hysteresis > 0:
+                row_ptr, kept = moves.worth_fetching(selection, segments, slots, hysteresis)
+                misses -= len(handles) - len(kept)
+                handles, slots, valid = handles[kept], slots[kept], valid[kept]
             if misses == 0:
                 self.metrics.tiers[0].hits += len(handles)
-                yield from self._hold(Visit(selection.row_ptr, slots, valid, handles))
+                yield from self._hold(Visit(row_ptr, slots, valid, handles))
                 return
-            for row_ptr, chosen in self._moves.passes(selection.row_ptr, handles, slots):
+            for part_ptr, chosen in moves.passes(row_ptr, handles, slots):
                 part = handles if chosen is None else handles[chosen]
                 moves.fetch(part, access)
                 counts = valid if chosen is None else valid[chosen]
                 at = top.slot_of.array[part]
-                yield from self._hold(Visit(row_ptr, at, counts, part, chosen is None))
+                yield from self._hold(Visit(part_ptr, at, counts, part, chosen is None))
 
     def _hold(self, visit: Visit) -> Iterator[Visit]:
         """Let nothing change while the caller uses a visit."""

@@ -117,6 +117,7 @@ class Transfers:
             top.return_slots(slots)
             raise
         self._enter(0, missing, slots)
+        self.metrics.fetched += len(missing)
         self.metrics.tiers[0].hits += len(handles) - len(missing)
         self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
 
@@ -168,6 +169,23 @@ class Transfers:
         if misses < 0:
             raise PolicyError(_bad_selection(selection, -1 - misses))
         return handles, slots, valid, misses
+
+    def worth_fetching(
+        self, selection: Selection, segments: Ids, slots: Ids, delta: float
+    ) -> tuple[Pointers, Ids]:
+        """Which of the judged blocks to go on with: those there, and those worth fetching.
+
+        Returns row pointers, and positions in the selection.
+        """
+        top, n = self.residency[0], len(slots)
+        row_ptr: Pointers = np.empty_like(selection.row_ptr)
+        kept: Ids = np.empty(n, np.int32)
+        held = top.counts[top.domain_of[segments]]
+        count = tables.worth_fetching(
+            selection.row_ptr, selection.scores, slots, held, delta, row_ptr, kept
+        )
+        self.metrics.filtered += n - count
+        return row_ptr, kept[:count]
 
     def passes(
         self, row_ptr: Pointers, handles: Ids, slots: Ids

@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tierstore import kernels
-from tierstore.adapters.attention import exact
+from tierstore.adapters.attention import attended, exact
 from tierstore.adapters.attention.capacity import (
     fit_middle_tiers,
     fit_top_tier,
     reserve_backing,
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
+from tierstore.adapters.attention.planning import live_plan
 from tierstore.arrays import as_array
+from tierstore.errors import ConfigError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.kernels.tables import CHUNK
 from tierstore.placement import assign_homes
 from tierstore.policies import LRU
+from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
 from tierstore.store import BlockStore, Visit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from tierstore.adapters.attention.geometry import Geometry
-    from tierstore.adapters.presets import Preset
-    from tierstore.interfaces import Bytes, Ids, Pointers, Selection, Tier
+    from tierstore.adapters.attention.rules import Rules
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
-
-    SelectionListener = Callable[[int, Ids, Selection], None]
-    """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
+    from tierstore.policies.profile import Amounts
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
-
-
-class Rules(NamedTuple):
-    """What one engine does: its model, its preset, and the numbers that override the preset's."""
-
-    geometry: Geometry
-    preset: Preset
-    budget: float | int
-    window: float | None
-    record: bool
-    on_selection: SelectionListener | None = None
-
-    @property
-    def attends_residents(self) -> bool:
-        """Whether a step attends to everything in the top tier."""
-        return self.preset.attends_residents and self.window is not None
 
 
 class Batch:
@@ -80,7 +63,14 @@ class Batch:
         self.attended: dict[int, list[list[int]]] = {}
         rows = geometry.layers * sequences * geometry.kv_heads
         blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
-        policies = [preset.policy() if level == 0 else LRU() for level in range(len(tiers) - 1)]
+        policies: list[EvictionPolicy] = [LRU() for _ in tiers[1:]]
+        self._profile: ReuseProfile | None = None
+        if rules.recalibrate is not None:
+            policies[0] = self._profile = ReuseProfile(preset.policy(), rules.recalibrate // 4)
+        elif policies:
+            policies[0] = preset.policy()
+        self.plan = rules.plan
+        """How window and budget are shared out now; None for alike."""
         self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
         self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
@@ -105,6 +95,8 @@ class Batch:
         fit_middle_tiers(self.store, rows * blocks)
         self._is_fitted = False
         self._most_residents = 0
+        self._fetched: int | None = None
+        """Blocks fetched before the running step; None before the first that selects."""
         self._lse: Array = np.empty((0, 0), np.float32)
         self._weights: Array = np.empty((0, 0, 0), np.float32)
 
@@ -184,7 +176,8 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        layer.store_tokens(sealed, None if last is None else self._homes(sealed, last))
+        homes = None if last is None else self._homes(layer, sealed, last)
+        layer.store_tokens(sealed, homes)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
@@ -205,20 +198,28 @@ class Batch:
         """Share the tiers out anew, as the context has grown."""
         rules, layer = self.rules, self.layers[0]
         stored = self.tokens // rules.preset.block_tokens + 1
-        per_sequence = stored
+        useful = self._per_head(stored)
         if rules.window is not None:
-            window = np.ceil(self.budgets() * rules.window)
-            per_sequence = np.minimum(window, stored).astype(np.int64)
-        self._most_residents = int(per_sequence.max()) if rules.attends_residents else 0
-        wanted = np.tile(np.repeat(per_sequence, layer.heads), len(self.layers))
-        segments = np.concatenate([each.segments for each in self.layers])
-        fit_top_tier(self.store, segments, wanted, index_to_come)
+            windows = rules.window if self.plan is None else self.plan.windows[:, None]
+            useful = np.minimum(np.ceil(self._per_head(self.budgets()) * windows), useful)
+        wanted = useful.astype(np.int64).reshape(-1)
+        self._most_residents = int(wanted.max()) if rules.attends_residents else 0
+        fit_top_tier(self.store, self._segments(), wanted, index_to_come)
         blocks = (
             int(self.tokens.sum()) // rules.preset.block_tokens * layer.heads * len(self.layers)
         )
         fit_middle_tiers(self.store, blocks)
 
-    def _homes(self, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
+    def _segments(self) -> Ids:
+        """Segments of all layers: (layer, sequence, KV head), the last changing fastest."""
+        return np.concatenate([layer.segments for layer in self.layers])
+
+    def _per_head(self, per_sequence: Pointers) -> Amounts:
+        """A number of each sequence for all its heads: float64 [layers, sequences, KV heads]."""
+        shape = len(self.layers), len(per_sequence), self.layers[0].heads
+        return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
+
+    def _homes(self, layer: Layer, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
         """The tier where each sealed block gets its first copy beside the backing one."""
         store = self.store
         if store.backing == 0:
@@ -226,8 +227,10 @@ class Batch:
         weight = exact.importance(
             last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale
         )
-        segments = sum(len(layer.segments) for layer in self.layers)
-        room = [store.tiers[level].capacity // segments for level in range(store.backing)]
+        segments = len(self.layers) * len(layer.segments)
+        middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
+        top = store.quota(layer.segments[layer.rows(sealed.sequence)])
+        room: list[int | Pointers] = [top, *middle]
         return assign_homes(weight.cpu().numpy(), room)
 
     # One new token per sequence
@@ -279,22 +282,50 @@ class Batch:
             np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
         )
         self.tokens = self.tokens + self._keep
-        budgets = np.repeat(self.budgets(), layer.heads)
-        self._budgets: Ids = np.minimum(budgets, layer.blocks).astype(np.int32)
+        self._recalibrate()
+        budgets = self._per_head(self.budgets())
+        if self.plan is not None:
+            budgets = np.maximum(np.rint(budgets * self.plan.shares[:, None]), 1)
+        rows = budgets.reshape(len(self.layers), -1)
+        self._budgets: Ids = np.minimum(rows, layer.blocks).astype(np.int32)
         self._has_blocks = bool(layer.blocks.any())
+        fetched = self.store.metrics.fetched
+        if self._fetched is not None:
+            size = self.store.layout.block_bytes
+            self.rules.hysteresis.after_step((fetched - self._fetched) * size)
+        self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
+
+    def _recalibrate(self) -> None:
+        """Once enough steps were counted, share the windows out by what they selected."""
+        profile, rules = self._profile, self.rules
+        if profile is None or rules.recalibrate is None or profile.steps < rules.recalibrate:
+            return
+        profile.is_counting = False
+        self._profile = None
+        self.plan = live_plan(
+            profile, self._segments(), self._per_head(self.budgets()), rules, self.plan
+        )
+        self._fit_tiers(0)
 
     def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
-        selection = layer.index.select(query, self._budgets)
+        selection = layer.index.select(query, self._budgets[number])
         if self.rules.on_selection is not None:
             self.rules.on_selection(number, layer.blocks, selection)
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
         partial: torch.Tensor | None = None
-        for i, visit in enumerate(self.store.visit(selection, layer.segments)):
+        hysteresis = self.rules.hysteresis
+        if hysteresis.is_on and selection.everything is None:
+            raise ConfigError(
+                f"hysteresis: the index of preset {self.rules.preset.name!r} gives no scores to "
+                "compare: expected hysteresis=0, or another preset"
+            )
+        visits = self.store.visit(selection, layer.segments, hysteresis=hysteresis.delta)
+        for i, visit in enumerate(visits):
             if visit.is_whole and self.rules.attends_residents:
                 visit = self.store.residents(layer.segments)
             elif not visit.is_whole and partial is None:
@@ -333,20 +364,12 @@ class Batch:
         """Remember the token positions that each row of a layer attends to."""
         if not self.rules.record:
             return
-        layer, preset, space = self.layers[number], self.rules.preset, self.store.space
-        tokens = layer.tokens
+        layer, sinks = self.layers[number], self.rules.preset.sinks
         if is_first:
-            self.attended[number] = []
-            for row, length in enumerate(layer.strip_length.tolist()):
-                sinks = min(length, preset.sinks)
-                recent = range(int(tokens[row]) - (length - sinks), int(tokens[row]))
-                self.attended[number].append([*range(sinks), *recent])
-        blocks = space.owner_index[visit.handles // CHUNK] * CHUNK + visit.handles % CHUNK
-        for row, positions in enumerate(self.attended[number]):
-            chosen = slice(visit.row_ptr[row], visit.row_ptr[row + 1])
-            inside = self.store.tokens_of(layer.segments[row : row + 1], blocks[None, chosen])[0]
-            live = np.arange(preset.block_tokens) < visit.valid[chosen, None]
-            positions.extend((inside[live] + preset.sinks).tolist())
+            self.attended[number] = attended.in_strips(layer, sinks)
+        in_blocks = attended.in_blocks(self.store, layer.segments, visit, sinks)
+        for row, positions in enumerate(in_blocks):
+            self.attended[number][row].extend(positions)
 
     # Rows
 
@@ -362,6 +385,8 @@ class Batch:
         for layer in self.layers:
             layer.arrange(sources)
         self.tokens = self.tokens[list(sources)]
+        if self._profile is not None:
+            self._profile.restart()
         if self._is_fitted:
             self._fit_tiers(0)
 

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore import kernels
-from tierstore.adapters.attention.batch import Batch, Rules
+from tierstore.adapters.attention.batch import Batch
 from tierstore.adapters.attention.chain import TierFactory, TierStack
+from tierstore.adapters.attention.planning import check_planning, plan_for
 from tierstore.adapters.attention.report import Report, TierReport
+from tierstore.adapters.attention.rules import Rules
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
+from tierstore.hysteresis import Hysteresis
 from tierstore.layout import BlockLayout
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import parse_budget
@@ -24,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tierstore.adapters.attention.batch import SelectionListener
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.rules import SelectionListener
+    from tierstore.policies.plan import Plan
     from tierstore.store import BlockStore
 
 
@@ -55,6 +59,14 @@ class SparseAttention:
         memory-mapped file.
     window: capacity of the fast tier in budgets; the preset's by default, less where the limit is
         tight.
+    hysteresis: nats of log score by which a selected block that is not in the first tier must beat
+        the last one selected in its row to be fetched; or the bytes that a step should fetch, such
+        as ``"512KiB"``, which the nats then follow. What is not fetched is not attended; everything
+        in the fast tier is. 0 fetches all; the preset's by default.
+    plan: how the window, and perhaps the budget, is shared out between layers and heads: a `Plan`,
+        or the file of one. Alike by default. Its mean window is then the `window`.
+    recalibrate: make the windows' plan anew once, after so many steps, from what they selected; 64
+        to 100 are enough. A third as many before them only warm up.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
@@ -80,12 +92,16 @@ class SparseAttention:
         disk_codec: str | None = None,
         keep: bool = False,
         window: float | None = None,
+        hysteresis: float | str | None = None,
+        plan: Plan | str | Path | None = None,
+        recalibrate: int | None = None,
         tiers: TierFactory | None = None,
         record: bool = False,
         on_selection: SelectionListener | None = None,
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
+        filter_ = Hysteresis(system.hysteresis if hysteresis is None else hysteresis)
         if window is not None and not 1 <= window < math.inf:
             raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
         if tiers is not None and not fast is dram is disk is None:
@@ -96,6 +112,14 @@ class SparseAttention:
             raise ConfigError(
                 f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
             )
+        given = None if plan is None else plan_for(plan, geometry)
+        if given is not None:
+            if window is not None and not math.isclose(window, given.window, rel_tol=0.01):
+                raise ConfigError(
+                    f"window={window}: the plan is for a window of {given.window:.3g} budgets: "
+                    "pass no window=, or another plan"
+                )
+            window = given.window if fast is not None or tiers is not None else None
         self.geometry = geometry
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
@@ -116,13 +140,16 @@ class SparseAttention:
         self._stack = stack
         if len(stack.tiers) == 1:
             window = None
-        self._rules = Rules(geometry, system, amount, window, record, on_selection)
+        # An engine that is dropped without close() gives its files back all the same.
+        self._close_stack = weakref.finalize(self, stack.close)
+        check_planning(window, given, recalibrate)
+        self._rules = Rules(
+            geometry, system, amount, window, filter_, given, recalibrate, record, on_selection
+        )
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False
         self._process = os.getpid()
-        # An engine that is dropped without close() gives its files back all the same.
-        self._close_stack = weakref.finalize(self, stack.close)
 
     def attend(
         self,
@@ -231,6 +258,11 @@ class SparseAttention:
         """The block store; ConfigError before the first tokens."""
         return self._stored().store
 
+    @property
+    def plan(self) -> Plan | None:
+        """How window and budget are shared out now; None for alike."""
+        return self._rules.plan if self._batch is None else self._batch.plan
+
     def attended(self, layer: int) -> list[list[int]]:
         """Positions of the tokens that each row (sequence x KV head) attended to in the last step.
 
@@ -255,6 +287,9 @@ class SparseAttention:
             window=self._window(),
             selected_blocks=metrics.selected,
             hit_rate=metrics.hit_rate,
+            fetched_bytes=metrics.fetched * self.layout.block_bytes,
+            filtered_bytes=metrics.filtered * self.layout.block_bytes,
+            hysteresis=rules.hysteresis.delta,
             index_bytes=batch.index_bytes if batch else 0,
             kernels=kernels.backend_of(tiers[0].view),
             tiers=tuple(

@@ -31,7 +31,9 @@ class Report:
     """Counters since the engine was made or reset.
 
     hit_rate: share of selected blocks that were in the first tier already. window: capacity of the
-    fast tier in budgets, as far as it is limited by one; None without a fast tier.
+    fast tier in budgets, as far as it is limited by one; None without a fast tier. fetched_bytes:
+    selected blocks that were brought into the first tier. filtered_bytes: those that were not there
+    and not worth it. hysteresis: nats that a block must be better to be worth it, as of now.
     """
 
     preset: str
@@ -41,6 +43,9 @@ class Report:
     window: float | None
     selected_blocks: int
     hit_rate: float
+    fetched_bytes: int
+    filtered_bytes: int
+    hysteresis: float
     index_bytes: int
     kernels: str
     tiers: tuple[TierReport, ...]
@@ -70,8 +75,14 @@ class Report:
         if self.selected_blocks:
             share = f"{self.hit_rate:.1%} of {self.selected_blocks:,} selected blocks"
             found = f"{self.tiers[0].name} held {share}"
+        filtered = ""
+        if self.filtered_bytes:
+            filtered = (
+                f"; {format_size(self.fetched_bytes)} fetched, {format_size(self.filtered_bytes)} "
+                f"less than {self.hysteresis:.2f} nats better and not fetched"
+            )
         table.caption = (
-            f"{found}{window}; index {format_size(self.index_bytes)}; "
+            f"{found}{window}{filtered}; index {format_size(self.index_bytes)}; "
             f"context {self.context_tokens:,} tokens; kernels: {self.kernels}"
         )
         table.caption_justify = "left"

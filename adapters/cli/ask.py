@@ -54,6 +54,9 @@ def _tiers(options: argparse.Namespace) -> TierOptions:
         disk_codec=options.disk_codec,
         keep=options.keep,
         window=options.window,
+        hysteresis=options.hysteresis,
+        plan=options.plan,
+        recalibrate=options.recalibrate,
     )
 
 

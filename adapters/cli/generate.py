@@ -9,6 +9,8 @@ from tierstore.adapters.cli.json_file import check_target
 from tierstore.adapters.documents import read_document
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
+from tierstore.hysteresis import parse_hysteresis
+from tierstore.policies.plan import Plan
 from tierstore.sizes import parse_budget, parse_size
 
 if TYPE_CHECKING:
@@ -98,6 +100,24 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--window", type=float, metavar="X", help="capacity of the fast tier in budgets"
     )
+    tiers.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="how window and budget are shared out between layers and heads; tierstore plan make "
+        "writes one",
+    )
+    tiers.add_argument(
+        "--recalibrate",
+        type=int,
+        metavar="STEPS",
+        help="make that plan's windows anew once, after so many steps",
+    )
+    tiers.add_argument(
+        "--hysteresis",
+        metavar="NATS|SIZE",
+        help="fetch a missing block only if it is so much better than the last one selected; or "
+        "the bytes that a step should fetch, for example 512KiB, which the nats then follow",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -135,6 +155,12 @@ def _check_tiers(options: argparse.Namespace) -> None:
             parse_size(getattr(options, name), name)
     if options.fast is None and options.dram is None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
+    if options.plan is not None:
+        Plan.load(options.plan)
+    if options.recalibrate is not None and options.recalibrate < 1:
+        raise ConfigError(f"recalibrate={options.recalibrate}: expected at least 1 step")
+    if options.hysteresis is not None:
+        parse_hysteresis(options.hysteresis)
     if options.window is not None and not options.window >= 1:
         raise ConfigError(f"window={options.window}: expected at least 1 budget, for example 2")
     if options.disk_codec is not None:

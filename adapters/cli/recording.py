@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.adapters.attention import SparseAttention
+from tierstore.adapters.attention.selectable import SelectableShare
 from tierstore.adapters.cli.screen import waiting
 from tierstore.adapters.generate import check_length, next_logits
 from tierstore.adapters.models import load_model
 from tierstore.adapters.presets import preset_named
+from tierstore.adapters.transformers import attach_engine, geometry_of
 from tierstore.errors import ConfigError
 from tierstore.sizes import parse_budget
 from tierstore.traces.recorder import AttentionRecorder
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tierstore.adapters.documents import Document
+    from tierstore.adapters.models import LoadedModel
     from tierstore.adapters.presets import Preset
     from tierstore.traces.attention import AttentionTrace
 
@@ -44,18 +47,42 @@ def record(options: argparse.Namespace, document: Document) -> AttentionTrace:
     text = _beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
     context, forced = text[: options.tokens], text[options.tokens :]
     with waiting(f"recording {options.steps} steps"):
-        recorder = record_steps(
-            loaded.model, context, None if options.generate else forced, options.steps, preset
+        return record_trace(
+            loaded,
+            context,
+            None if options.generate else forced,
+            options.steps,
+            preset,
+            document=Path(options.document).name,
         )
+
+
+def record_trace(
+    loaded: LoadedModel,
+    context: Sequence[int],
+    forced: Sequence[int] | None,
+    steps: int,
+    preset: Preset,
+    *,
+    document: str,
+) -> AttentionTrace:
+    """A trace of `record_steps`, with the facts that tell what it is of."""
+    recorder, selectable = record_steps(loaded.model, context, forced, steps, preset)
+    geometry = geometry_of(loaded.model)
     return recorder.trace(
         model=loaded.name,
-        dtype=options.dtype,
-        document=Path(options.document).name,
+        dtype=str(geometry.dtype).removeprefix("torch."),
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        query_heads=geometry.query_heads,
+        head_dim=geometry.head_dim,
+        selectable=selectable,
+        document=document,
         preset=preset.name,
         budget=preset.budget,
         block_tokens=preset.block_tokens,
         context_tokens=len(context),
-        is_generated=options.generate,
+        is_generated=forced is None,
     )
 
 
@@ -65,10 +92,12 @@ def record_steps(
     forced: Sequence[int] | None,
     steps: int,
     preset: Preset,
-) -> AttentionRecorder:
-    """Decode `steps` tokens after `context`: those of `forced`, or with None the model's own."""
-    from tierstore.adapters.transformers import attach_engine, geometry_of
+) -> tuple[AttentionRecorder, list[float]]:
+    """Decode `steps` tokens after `context`: those of `forced`, or with None the model's own.
 
+    Returns what was selected, and the share of its attention that each segment gives to tokens
+    that have to be selected.
+    """
     geometry = geometry_of(model)
     recorder = AttentionRecorder(geometry.layers)
     token_bytes = (
@@ -80,12 +109,13 @@ def record_steps(
     # K and V, and as much again for an index of all keys, tables and work space.
     dram = 2 * token_bytes * (len(context) + steps) + _WORK_BYTES
     engine = SparseAttention(geometry, preset=preset, dram=dram, on_selection=recorder.listen)
-    with attach_engine(model, engine) as cache:
+    measured = SelectableShare(engine, preset)
+    with attach_engine(model, measured) as cache:
         logits = next_logits(model, context, cache.kwargs)
         for step in range(steps):
             token = int(logits.argmax()) if forced is None else forced[step]
             logits = next_logits(model, [token], cache.kwargs)
-    return recorder
+    return recorder, measured.shares.flatten().tolist()
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
+from tierstore.hysteresis import parse_hysteresis
 from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
 from tierstore.policies import LRU, Lookahead, Random
 from tierstore.sizes import parse_budget
@@ -29,6 +30,9 @@ class Preset:
     window: capacity of the fast tier in budgets; the largest that fits, if that is less.
     attends_residents: attend to everything in the fast tier, not only to what was selected.
     observation: how many last prompt tokens rank the prompt's blocks for placement.
+    hysteresis: nats by which a missing block must beat the last one selected to be fetched, or the
+        bytes that a step should fetch (``"512KiB"``); 0 fetches all. Otherwise a step attends to
+        everything in the fast tier.
     """
 
     name: str
@@ -41,9 +45,11 @@ class Preset:
     window: float = 2.0
     attends_residents: bool = False
     observation: int = 16
+    hysteresis: float | str = 0.0
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
+        parse_hysteresis(self.hysteresis)
         if (
             self.block_tokens < 1
             or self.sinks < 0

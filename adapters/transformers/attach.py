@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
+    from tierstore.policies.plan import Plan
 
 _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -36,6 +37,9 @@ def attach(
     disk_codec: str | None = None,
     keep: bool = False,
     window: float | None = None,
+    hysteresis: float | str | None = None,
+    plan: Plan | str | Path | None = None,
+    recalibrate: int | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -52,6 +56,11 @@ def attach(
         past the page cache; None for a memory-mapped file.
     keep: leave the files in `disk` when the cache is closed.
     window: capacity of the fast tier in budgets; the preset's by default.
+    hysteresis: nats by which a missing block must beat the last one selected to be fetched, or the
+        bytes that a step should fetch, for example ``"512KiB"``; the preset's by default.
+    plan: how window and budget are shared out between layers and heads: a
+        `tierstore.policies.Plan` or the file of one. Alike by default.
+    recalibrate: make that plan's windows anew once, after so many steps.
 
     Raises
     ------
@@ -69,6 +78,9 @@ def attach(
             disk_codec=disk_codec,
             keep=keep,
             window=window,
+            hysteresis=hysteresis,
+            plan=plan,
+            recalibrate=recalibrate,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)

@@ -34,6 +34,11 @@ def test_rows_are_ranked_on_their_own() -> None:
     assert assign_homes(importance, [1]).tolist() == [[1, 1, 0], [0, 1, 1]]
 
 
+def test_rows_may_have_rooms_of_their_own() -> None:
+    importance = np.array([[1, 2, 3], [30, 20, 10]], np.float32)
+    assert assign_homes(importance, [np.array([2, 0]), 1]).tolist() == [[1, 0, 0], [1, 2, 2]]
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_nothing_has_no_homes(shape: tuple[int, int]) -> None:
     homes = assign_homes(np.zeros(shape, np.float32), [1, 2])

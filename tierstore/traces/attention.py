@@ -79,14 +79,18 @@ class AttentionTrace:
             picked = unit_scores[rows[mine], units[mine]]
             yield Selection(row_ptr, self.ids[mine], picked, everything)
 
-    def with_budget(self, budget: float | str) -> AttentionTrace:
+    def with_budget(
+        self, budget: float | str, shares: npt.NDArray[np.float64] | None = None
+    ) -> AttentionTrace:
         """The trace as it were with another budget, from the scores alone.
 
         budget: share of the context before the first step (a float in (0, 1]), or tokens.
+        shares: float64 [segments], what each segment gets of it, 1 for all of it and the default.
 
         The scores stay those of the run, whose budget also had a part in its queries.
         """
-        blocks = self.budget_blocks(budget)
+        ones = np.ones(self.segments) if shares is None else shares
+        blocks = np.maximum(np.rint(self.budget_blocks(budget) * ones), 1)
         counts: Ids = np.minimum(self.blocks, blocks).astype(np.int32)
         ids: Ids = np.empty(int(counts.sum()), np.int32)
         picked: Scores = np.empty(int(counts.sum(1).max(initial=0)), np.float32)

@@ -1,0 +1,65 @@
+"""Plans made from what a run selected, and the checks of plans that a run is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.policies.plan import Plan
+from tierstore.policies.windows import WINDOWS, allocate_windows
+
+if TYPE_CHECKING:
+    from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.rules import Rules
+    from tierstore.interfaces import Ids
+    from tierstore.policies.profile import Amounts, ReuseProfile
+
+
+def plan_for(plan: Plan | str | Path, geometry: Geometry) -> Plan:
+    """The plan itself, or the one in that file; ConfigError if it is for another model."""
+    if isinstance(plan, (str, Path)):
+        plan = Plan.load(plan)
+    plan.check_model(geometry.layers, geometry.kv_heads, geometry.query_heads, geometry.head_dim)
+    return plan
+
+
+def live_plan(
+    profile: ReuseProfile, segments: Ids, budgets: Amounts, rules: Rules, old: Plan | None
+) -> Plan:
+    """Windows by what a run selected so far, at the same total as before; budgets stay.
+
+    Some tens of steps say less of a head than whole documents do, so that what an old plan knows
+    counts as much.
+
+    segments: those of all layers, sequences and heads. budgets: float64 [layers, sequences, KV
+    heads], mean budgets in blocks.
+    """
+    assert rules.window is not None
+    shape = budgets.shape[0], budgets.shape[2]
+    shares = None if old is None else old.budgets
+    factors = np.ones(shape) if shares is None else shares
+    own = np.maximum(np.rint(budgets * factors[:, None]), 1)
+    missed = profile.misses(segments, own.reshape(-1, 1) * WINDOWS)
+    misses = missed.reshape(*budgets.shape, -1).sum(1) / budgets.sum(1)[..., None]
+    if old is not None and old.misses is not None:
+        misses = (misses + old.misses) / 2
+    windows = allocate_windows(misses.reshape(-1, len(WINDOWS)), rules.window, factors.ravel())
+    facts = {} if old is None else dict(old.facts)
+    facts |= {"recalibrated_after": profile.steps}
+    sizes = rules.geometry.query_heads, rules.geometry.head_dim
+    return Plan(windows.reshape(shape), *sizes, shares, misses, facts)
+
+
+def check_planning(window: float | None, plan: Plan | None, recalibrate: int | None) -> None:
+    """ConfigError where there is no window to share out, or nothing to learn from."""
+    if recalibrate is not None and recalibrate < 1:
+        raise ConfigError(
+            f"recalibrate={recalibrate}: expected a number of steps >= 1, for example 64"
+        )
+    if window is None and (plan is not None or recalibrate is not None):
+        raise ConfigError(
+            "plan=, recalibrate=: there is no fast tier to share out: pass fast= and another tier"
+        )

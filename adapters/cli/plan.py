@@ -1,0 +1,86 @@
+"""``tierstore plan``: share the fast tier out between the layers and heads of a model."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from tierstore.adapters.cli.json_file import check_target
+from tierstore.errors import ConfigError
+from tierstore.sizes import parse_budget
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tierstore.adapters.cli import Subparsers
+
+_MAKE = """
+Make a plan from attention traces of one model, which tierstore trace record writes: windows so that
+as little as possible is fetched, at the same total. tierstore generate takes it as --plan.
+"""
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Add ``plan`` to the `tierstore` command."""
+    summary = "share the fast tier out between layers and heads"
+    parser = subparsers.add_parser("plan", help=summary, description=summary.capitalize() + ".")
+    actions = parser.add_subparsers(title="actions", metavar="action", required=True)
+    make = actions.add_parser("make", help="make a plan from traces", description=_MAKE)
+    make.set_defaults(run=_make)
+    make.add_argument("plan", metavar="PLAN", help="file to write")
+    make.add_argument(
+        "--trace", action="append", required=True, metavar="FILE", help="may be given repeatedly"
+    )
+    make.add_argument(
+        "--window", type=float, default=2.0, metavar="X", help="mean, in budgets; default: 2"
+    )
+    make.add_argument(
+        "--budget", help="share of the context (6.25%%) or tokens; the first trace's by default"
+    )
+    make.add_argument(
+        "--per-head-budgets",
+        action="store_true",
+        help="share the budget out, too, by the attention that heads would miss",
+    )
+    show = actions.add_parser("show", help="show a plan", description="Show what a plan says.")
+    show.set_defaults(run=_show)
+    show.add_argument("plan", metavar="PLAN")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.add_argument("--plot", metavar="FILE", help="draw it to a file, such as plan.png")
+
+
+def _make(options: argparse.Namespace) -> None:
+    budget = None if options.budget is None else parse_budget(options.budget)
+    check_target(options.plan, "plan")
+    from pathlib import Path
+
+    from tierstore.policies.planning import plan_of
+    from tierstore.traces.attention import AttentionTrace
+
+    traces = []
+    for name in options.trace:
+        if not Path(name).is_file():
+            raise ConfigError(f"trace={name!r}: no such file; tierstore trace record writes one")
+        traces.append(AttentionTrace.load(Path(name)))
+    if budget is None:
+        budget = parse_budget(traces[0].facts.get("budget", ""))
+    plan = plan_of(
+        traces, window=options.window, budget=budget, per_head_budgets=options.per_head_budgets
+    )
+    plan.save(options.plan)
+    print(f"{options.plan}: {len(plan.windows)} layers, windows of {plan.window:.2f} budgets")
+
+
+def _show(options: argparse.Namespace) -> None:
+    from tierstore.adapters.cli.plan_picture import draw, table
+    from tierstore.policies.plan import Plan
+
+    plan = Plan.load(options.plan)
+    if options.plot is not None:
+        draw(plan, options.plot)
+    if options.json:
+        print(json.dumps(plan.to_dict()))
+        return
+    from rich.console import Console
+
+    Console().print(table(plan))

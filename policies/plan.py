@@ -1,0 +1,181 @@
+"""A plan: how one model's budget and fast tier are shared out between its layers and heads."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.policies.windows import WINDOWS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tierstore.policies.profile import Amounts
+
+FORMAT = "tierstore-plan"
+VERSION = 1
+LEAST = 1 / 64
+"""Smallest budget of a head, in mean ones."""
+
+_LARGEST = 1e9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Windows and budgets of every layer and KV head of a model.
+
+    Attributes
+    ----------
+    windows: float64 [layers, KV heads], capacity in the fast tier, in mean budgets.
+    budgets: float64 [layers, KV heads], budget in mean budgets, their mean at most 1 and none above
+        its window; None where all are alike.
+    misses: float64 [layers, KV heads, windows], what each head missed in a step with the windows
+        `WINDOWS` of its own budget, in mean budgets; None if not known. A recalibration blends it
+        with what it sees.
+    query_heads, head_dim: of the model, to tell it from another.
+    facts: how the plan came about, as far as JSON can hold it.
+    """
+
+    windows: Amounts
+    query_heads: int
+    head_dim: int
+    budgets: Amounts | None = None
+    misses: Amounts | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fault = _fault(self.windows, self.budgets, self.misses)
+        if fault:
+            raise ConfigError(f"plan: {fault}")
+
+    @property
+    def window(self) -> float:
+        """Mean of the windows."""
+        return float(self.windows.mean())
+
+    @property
+    def shares(self) -> Amounts:
+        """The budgets, also where all are alike."""
+        return np.ones_like(self.windows) if self.budgets is None else self.budgets
+
+    def check_model(self, layers: int, kv_heads: int, query_heads: int, head_dim: int) -> None:
+        """ConfigError unless the plan is for a model of these sizes."""
+        own = (*self.windows.shape, self.query_heads, self.head_dim)
+        if own != (layers, kv_heads, query_heads, head_dim):
+            raise ConfigError(
+                f"plan of {self.facts.get('model', 'another model')!r} with {_sizes(*own)}: "
+                f"expected one of a model with {_sizes(layers, kv_heads, query_heads, head_dim)}; "
+                "make it with tierstore plan make"
+            )
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as in a file."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "query_heads": self.query_heads,
+            "head_dim": self.head_dim,
+            "windows": self.windows.tolist(),
+            "budgets": None if self.budgets is None else self.budgets.tolist(),
+            "misses": None if self.misses is None else self.misses.tolist(),
+            "facts": dict(self.facts),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all. OSError passes through."""
+        target = Path(path).resolve()
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(
+                json.dumps(self.to_dict(), allow_nan=False) + "\n", encoding="utf-8"
+            )
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan. ConfigError if the file cannot be read or is not one."""
+        try:
+            content = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"plan={str(path)!r}: {error.strerror}; pass a file that tierstore plan make wrote"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise _bad(path, f"no JSON ({error})") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise _bad(path, "JSON of another kind")
+        if content.get("version") != VERSION:
+            raise _bad(
+                path, f"version {content.get('version')!r}: this tierstore reads version {VERSION}"
+            )
+        for name in ("query_heads", "head_dim"):
+            if type(content.get(name)) is not int or content[name] < 1:
+                raise _bad(path, f"{name}={content.get(name)!r}")
+        if not isinstance(content.get("facts"), dict):
+            raise _bad(path, f"facts={content.get('facts')!r}")
+        try:
+            windows = _table(content.get("windows"))
+            budgets, misses = (
+                None if content.get(name) is None else _table(content[name])
+                for name in ("budgets", "misses")
+            )
+        except ValueError as error:
+            raise _bad(path, "a table that is not one of numbers, layer by layer") from error
+        fault = _fault(windows, budgets, misses)
+        if fault:
+            raise _bad(path, fault)
+        return cls(
+            windows, content["query_heads"], content["head_dim"], budgets, misses, content["facts"]
+        )
+
+
+def _fault(windows: Amounts, budgets: Amounts | None, misses: Amounts | None) -> str:
+    """What is wrong with the tables of a plan; empty if nothing."""
+    if windows.ndim != 2 or not windows.size:
+        return f"windows of shape {windows.shape}: expected [layers, KV heads]"
+    if budgets is not None and budgets.shape != windows.shape:
+        return f"budgets of shape {budgets.shape}, windows of {windows.shape}: expected the same"
+    shares = np.ones_like(windows) if budgets is None else budgets
+    if not (np.isfinite(windows).all() and np.isfinite(shares).all() and shares.min() >= LEAST):
+        return f"windows and budgets: expected finite numbers, and none below {LEAST}"
+    if shares.mean() > 1 + 1e-9:
+        return f"budgets of {shares.mean():.3f} in the mean: expected at most 1"
+    if (windows < shares - 1e-9).any():
+        return "a window smaller than its head's budget: expected at least as much"
+    shape = (*windows.shape, len(WINDOWS))
+    if misses is not None and (
+        misses.shape != shape or not np.isfinite(misses).all() or misses.min() < 0
+    ):
+        return f"misses of shape {misses.shape}: expected numbers >= 0, {shape}"
+    return ""
+
+
+def _table(content: object) -> Amounts:
+    """Nested lists of numbers as an array; ValueError for anything else."""
+    cells: list[Any] = [content]
+    while cells and isinstance(cells[0], list):
+        if not all(isinstance(row, list) for row in cells):
+            raise ValueError
+        cells = [cell for row in cells for cell in row]
+    if any(type(cell) not in (int, float) or not abs(cell) <= _LARGEST for cell in cells):
+        raise ValueError
+    return np.array(content, np.float64)
+
+
+def _bad(path: str | Path, found: str) -> ConfigError:
+    return ConfigError(f"plan={str(path)!r}: expected a plan that tierstore wrote, found {found}")
+
+
+def _sizes(layers: int, kv_heads: int, query_heads: int, head_dim: int) -> str:
+    return (
+        f"{layers} layers, {kv_heads} KV heads, {query_heads} query heads and head dimension "
+        f"{head_dim}"
+    )

@@ -1,0 +1,66 @@
+"""Window allocation: how much of the fast tier, and of the budget, each layer and head gets.
+
+Layers and heads differ in how much a larger window saves them (KVDrive, K9), and in how many blocks
+their attention is spread over. Both are knapsacks: for each head a size, the least loss at the same
+total.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.policies.knapsack import Choices, greedy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tierstore.policies.knapsack import Picks
+    from tierstore.policies.profile import Amounts
+
+    Solve = Callable[[Choices, int], Picks]
+
+WINDOWS: Amounts = np.arange(1.0, 8.125, 0.25)
+"""Windows that a head may get, in budgets of its own."""
+
+BUDGETS: Amounts = np.arange(0.125, 4.0625, 0.125)
+"""Budgets that a head may get, in shares of the mean one."""
+
+_UNIT = 1024
+"""Parts of a mean budget that costs are counted in."""
+
+
+def allocate_windows(
+    misses: Amounts, window: float, budgets: Amounts | None = None, solve: Solve = greedy
+) -> Amounts:
+    """The window of each head that together miss least, in mean budgets.
+
+    Parameters
+    ----------
+    misses: float64 [heads, len(WINDOWS)], what each head misses in a step with those windows.
+    window: their mean, in mean budgets; ConfigError unless every head's budget fits.
+    budgets: float64 [heads], the budget of each in mean budgets; 1 by default.
+    """
+    budgets = np.ones(len(misses)) if budgets is None else budgets
+    costs = np.ceil(np.outer(budgets, WINDOWS) * _UNIT - 1e-9).astype(np.int64)
+    picks = solve(Choices(costs, misses), _limit(window, len(misses)))
+    return costs[np.arange(len(picks)), picks] / _UNIT
+
+
+def allocate_budgets(missed: Amounts, solve: Solve = greedy) -> Amounts:
+    """The budget of each head that together miss least attention mass; their mean is at most 1.
+
+    missed: float64 [heads, len(BUDGETS)], the mass that each head misses with those budgets.
+    """
+    costs = np.tile(np.rint(BUDGETS * _UNIT).astype(np.int64), (len(missed), 1))
+    picks = solve(Choices(costs, missed), _limit(1.0, len(missed)))
+    return BUDGETS[picks]
+
+
+def _limit(mean: float, heads: int) -> int:
+    if not 1 <= mean < math.inf:
+        raise ConfigError(f"window={mean}: expected at least 1 budget, for example 2")
+    return math.floor(mean * heads * _UNIT + 1e-9)

@@ -1,0 +1,142 @@
+"""``tierstore plan``, and the measure of what heads give to blocks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from dense_engine import DenseEngine
+from tiny_models import llama, random_ids
+
+from tierstore.adapters.attention.selectable import SelectableShare
+from tierstore.adapters.cli import main
+from tierstore.adapters.presets import PRESETS
+from tierstore.adapters.transformers import attach_engine, geometry_of
+from tierstore.policies.plan import Plan
+from tierstore.traces.attention import AttentionTrace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FACTS = {
+    "layers": 2, "kv_heads": 2, "query_heads": 4, "head_dim": 16, "block_tokens": 4,
+    "context_tokens": 160, "model": "made up", "document": "noise", "budget": 0.1,
+    "selectable": [0.4, 0.3, 0.2, 0.1],
+}  # fmt: skip
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    random = np.random.default_rng(0)
+    scores = random.standard_normal((40, 4, 40)).cumsum(0).astype(np.float16)
+    blocks = np.full((40, 4), 40, np.int32)
+    nothing = np.zeros((40, 4), np.int32), np.empty(0, np.int32)
+    made = AttentionTrace(FACTS, blocks, scores, np.arange(40, dtype=np.int32)[None], *nothing)
+    path = tmp_path / "noise.trace"
+    made.with_budget(0.1).save(path)
+    return str(path)
+
+
+def test_a_plan_is_made_and_shown(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    arguments = ["plan", "make", path, "--trace", trace, "--trace", trace, "--window", "2.5"]
+    assert main([*arguments, "--per-head-budgets"]) == 0
+    assert "2 layers, windows of 2." in capsys.readouterr().out
+    plan = Plan.load(path)
+    assert 2.2 < plan.window <= 2.5
+    assert plan.budgets is not None
+    assert main(["plan", "show", path]) == 0
+    shown = capsys.readouterr().out
+    assert "plan for made up" in shown
+    assert f"{plan.windows[1, 1]:.2f} for {plan.budgets[1, 1]:.2f}" in shown
+    assert main(["plan", "show", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == plan.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["make", "{}/plan.json", "--trace", "{}/none"], "no such file"),
+        (["make", "{}/no/plan.json", "--trace", "TRACE"], "cannot be written"),
+        (["make", "{}/plan.json", "--trace", "TRACE", "--window", "0.3"], "at least 1 budget"),
+        (["make", "{}/plan.json", "--trace", "TRACE", "--budget", "x"], "budget='x'"),
+        (["show", "{}/none.json"], "No such file"),
+    ],
+)
+def test_what_cannot_be_is_one_line_of_error(
+    arguments: list[str],
+    reason: str,
+    trace: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    filled = [each.replace("{}", str(tmp_path)).replace("TRACE", trace) for each in arguments]
+    assert main(["plan", *filled]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--hysteresis", "much", "hysteresis='much'"),
+        ("--plan", "none.json", "No such file"),
+        ("--recalibrate", "0", "expected at least 1 step"),
+    ],
+)
+def test_generate_refuses_at_once_what_no_model_could_do(
+    option: str, value: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "text.txt"
+    document.write_text("Some text.")
+    asked = ["generate", "--document", str(document), "--question", "", "--fast", "1MiB"]
+    assert main([*asked, option, value, "--model", "none"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    Plan(np.full((2, 2), 2.0), 4, 16).save(path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "show", path, "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "pip install 'tierstore[plot]'" in capsys.readouterr().err
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra plot")
+    path, picture = str(tmp_path / "plan.json"), tmp_path / "plan.png"
+    Plan(np.full((2, 2), 2.0), 4, 16, np.ones((2, 2))).save(path)
+    assert main(["plan", "show", path, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "show", path, "--plot", str(tmp_path / "no" / "plan.png")]) == 2
+
+
+def test_the_selectable_share_is_that_of_full_attention() -> None:
+    """Against the weights that transformers itself computes, eagerly."""
+    model = llama(attn_implementation="eager")
+    ids = random_ids(1, 150)
+    preset = PRESETS["exact"]
+    with torch.no_grad():
+        weights = model(input_ids=ids, output_attentions=True).attentions
+        measured = SelectableShare(DenseEngine(geometry_of(model)), preset)
+        with attach_engine(model, measured) as cache:
+            model(input_ids=ids[:, :148], **cache.kwargs, use_cache=True)
+            for token in (148, 149):
+                model(input_ids=ids[:, token : token + 1], **cache.kwargs, use_cache=True)
+            found = measured.shares
+    assert weights is not None
+    for layer, of_layer in enumerate(weights):
+        expected = torch.zeros(2, dtype=torch.float64)
+        for token in (148, 149):
+            row = of_layer[0, :, token, : token + 1].double()
+            expected += row[:, 4 : token + 1 - 64].sum(1).unflatten(0, (2, 2)).mean(1) / 2
+        torch.testing.assert_close(found[layer], expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,58 @@
+"""The benchmarks of hysteresis and of windows on a tiny model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from bench_schema import as_json
+
+from tierstore.adapters.cli.recording import record_trace
+from tierstore.adapters.presets import PRESETS
+from tierstore.benchmarks import hysteresis, windows
+from tierstore.benchmarks.facts import Fact
+from tierstore.benchmarks.language import real_text
+
+if TYPE_CHECKING:
+    from tierstore.adapters.models import LoadedModel
+
+
+def test_hysteresis_is_measured_for_every_difference(tiny_model: LoadedModel) -> None:
+    said: list[str] = []
+    found = hysteresis.measure(
+        said.append, tiny_model, tokens=900, starts=(0, 9_000), steps=12,
+        facts=(Fact("Rome", 12_345, 0.2),),
+    )  # fmt: skip
+    data = as_json(found)
+    assert {len(each) for each in data["measures"]["KL"]["values"].values()} == {2}
+    fetched = data["measures"]["fetched"]["values"]
+    for index in ("exact", "kvdrive"):
+        amounts = [
+            sum(fetched[f"{index}, {name} 3.125%"])
+            for name in ("residents", "0.5 nats", "1 nats", "2 nats")
+        ]
+        assert amounts == sorted(amounts, reverse=True)
+        assert amounts[0] > amounts[-1]
+    assert len(data["measures"]["facts"]["values"]["full"]) == 1
+
+
+@pytest.mark.parametrize("window", [1.5, 3.0])
+def test_windows_are_tried_on_other_documents(tiny_model: LoadedModel, window: float) -> None:
+    traces = []
+    for start in (0, 30_000):
+        text = real_text(tiny_model.tokenizer, 500, start)
+        traces.append(
+            record_trace(
+                tiny_model, text[:380], text[380:], 120, PRESETS["exact"], document=f"from {start}"
+            )
+        )
+    data = as_json(windows.measure([].append, traces, budget="10%", sizes=(window,)))
+    fetched = data["measures"][f"fetched at x{window:g}"]["values"]
+    assert set(fetched) == set(windows.CONFIGURATIONS)
+    expected = data["measures"][f"expected at x{window:g}"]["values"]
+    for greedy, exact in zip(expected["greedy"], expected["exact"], strict=True):
+        assert exact <= greedy + 1e-9
+    missed = data["measures"]["missed mass"]["values"]
+    for even, best in zip(missed["uniform"], missed["hindsight"], strict=True):
+        assert 0 < best <= even < 1
+    assert data["notes"][0].startswith("All documents together, fetched at")

@@ -1,0 +1,120 @@
+"""Plan files: what is written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.errors import ConfigError
+from tierstore.policies.plan import Plan
+from tierstore.policies.windows import WINDOWS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAN = Plan(
+    np.array([[1.5, 2.0, 2.5], [1.0, 3.0, 2.0]]),
+    9,
+    64,
+    np.array([[0.5, 1.0, 1.25], [0.75, 1.5, 1.0]]),
+    np.linspace(2, 0, 6 * len(WINDOWS)).reshape(2, 3, -1),
+    {"model": "tiny", "documents": ["ä.txt"]},
+)
+
+
+def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
+    for plan in (PLAN, Plan(PLAN.windows, 9, 64)):
+        plan.save(tmp_path / "plan.json")
+        found = Plan.load(tmp_path / "plan.json")
+        np.testing.assert_array_equal(found.windows, plan.windows)
+        np.testing.assert_array_equal(found.shares, plan.shares)
+        assert (found.budgets is None) is (plan.budgets is None)
+        assert found.to_dict() == plan.to_dict()
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    plan = Plan(PLAN.windows, 9, 64, None, None, {"bad": float("nan")})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        plan.save(tmp_path / "plan.json")
+    with pytest.raises(FileNotFoundError):
+        PLAN.save(tmp_path / "nowhere" / "plan.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "other"}, "another kind"),
+        ({"version": 2}, "version 2: this tierstore reads version 1"),
+        ({"version": None}, "version None"),
+        ({"query_heads": 0}, "query_heads=0"),
+        ({"query_heads": True}, "query_heads=True"),
+        ({"head_dim": "64"}, "head_dim='64'"),
+        ({"facts": []}, "facts="),
+        ({"windows": None}, "a table"),
+        ({"windows": []}, "windows of shape"),
+        ({"windows": [[]]}, "windows of shape"),
+        ({"windows": [[1, 2], [1]]}, "a table"),
+        ({"windows": [["1"]]}, "a table"),
+        ({"windows": [[True]]}, "a table"),
+        ({"windows": [[float("nan")]]}, "a table"),
+        ({"windows": [[float("inf")]]}, "a table"),
+        ({"windows": [[1e300]]}, "a table"),
+        ({"windows": [[10**400]]}, "a table"),
+        ({"windows": [[0.5]], "budgets": None}, "smaller than its head's budget"),
+        ({"windows": [[2.0]]}, "expected the same"),
+        ({"budgets": 3}, "budgets of shape"),
+        ({"budgets": [[[1]]]}, "budgets of shape"),
+        ({"misses": [[1, 2, 3], [1, 2, 3]]}, "misses of shape"),
+        ({"misses": (-PLAN.misses).tolist() if PLAN.misses is not None else None}, "numbers >= 0"),
+        ({"misses": "many"}, "a table"),
+        ({"budgets": [[0.01, 1, 1], [1, 1, 1]]}, "none below"),
+        ({"budgets": [[1, 1, 1], [1, 1, 1.5]]}, "expected at most 1"),
+        ({"budgets": [[1.75, 1, 1], [0.5, 0.5, 0.5]]}, "smaller than"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN.to_dict() | change))
+    with pytest.raises(ConfigError, match=r"plan=.*plan\.json.*" + reason):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"{", b'"x"', b"[" * 100_000])
+def test_bytes_that_are_no_plan_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="expected a plan that tierstore wrote"):
+        Plan.load(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        Plan.load(tmp_path)
+
+
+@given(content=st.binary(max_size=60), at=st.integers(0, 500))
+def test_a_damaged_file_is_refused_or_still_a_plan(content: bytes, at: int) -> None:
+    from tempfile import NamedTemporaryFile
+
+    whole = json.dumps(PLAN.to_dict()).encode()
+    with NamedTemporaryFile() as file:
+        file.write(whole[:at] + content + whole[at + len(content) :])
+        file.flush()
+        try:
+            plan = Plan.load(file.name)
+        except ConfigError:
+            return
+    assert (plan.windows >= plan.shares - 1e-9).all()
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    PLAN.check_model(2, 3, 9, 64)
+    for sizes in ((3, 3, 9, 64), (2, 1, 9, 64), (2, 3, 6, 64), (2, 3, 9, 128)):
+        with pytest.raises(ConfigError, match="plan of 'tiny' with 2 layers, 3 KV heads"):
+            PLAN.check_model(*sizes)
