@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from tierstore.traces.attention_replay import Replay, replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from tierstore.benchmarks.rounds import Say
     from tierstore.interfaces import EvictionPolicy
