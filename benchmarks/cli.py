@@ -54,6 +54,10 @@ BENCHMARKS = {
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
     ),
+    "policies": Benchmark(
+        "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
+        frozenset({"repeat", "traces"}),
+    ),
 }
 _OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records", "traces")
 
@@ -83,7 +87,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
     )
     parser.add_argument(
-        "--traces", metavar="FILES", help="attention traces, separated by commas (windows)"
+        "--traces", metavar="DIR", help="attention traces (policies, which needs them; windows)"
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
 

@@ -10,44 +10,57 @@ from tierstore.kernels.tables import CHUNK
 
 
 @njit
-def blend_scores(chunks, blocks_of, segments, unit_of, unit_scores, shift, low, high, weights,
-                 columns):  # fmt: skip
-    """Move ``columns[k]`` towards each block's clipped score by the fraction ``weights[k]``.
+def scores_of_blocks(blocks_of, segments, unit_of, unit_scores, shift, low, high, out):
+    """``out[r, b]``: the score of block b's unit in row r, less ``shift[r]``, within low and high.
 
-    Row r's score counts as ``min(max(score - shift[r], low), high)``. The first one is taken as it
-    is: a block that never had a score is at -inf. Blocks of no unit, and those that the table does
-    not cover, stay as they are.
+    NaN for blocks of no unit, and for what is no block.
     """
-    found = np.empty(CHUNK, np.float32)
     for row in range(segments.shape[0]):
-        segment = segments[row]
         units = unit_of[min(row, unit_of.shape[0] - 1)]
-        blocks = min(blocks_of[segment], units.shape[0])
+        scores = unit_scores[row]
+        own = out[row]
+        blocks = min(blocks_of[segments[row]], units.shape[0])
+        if _is_counting(units[:blocks]):
+            own[:blocks] = scores[:blocks]
+        else:
+            for block in range(blocks):
+                # Unsigned: else each access tests for a negative index first.
+                score = scores[np.uint32(max(units[block], 0))]
+                own[block] = score if units[block] >= 0 else np.nan
+        own[blocks:] = np.nan
+        less = shift[row]
+        for block in range(blocks):
+            score = own[block] - less
+            score = low if score < low else score
+            own[block] = high if score > high else score
+
+
+@njit
+def _is_counting(units):
+    """Whether each block is its own unit; then scores need no gathering."""
+    differences = 0
+    for block in range(units.shape[0]):
+        differences |= units[block] ^ block
+    return differences == 0
+
+
+@njit
+def blend(chunks, blocks_of, segments, scores, weight, column):
+    """Move ``column`` by the fraction `weight` towards each block's score, where it has one.
+
+    The first score is taken as it is: a block that never had one is at -inf.
+    """
+    for row in range(segments.shape[0]):
+        own = scores[row]
+        blocks = min(blocks_of[segments[row]], own.shape[0])
         for first in range(0, blocks, CHUNK):
-            base = chunks[segment, first // CHUNK] * CHUNK
-            count = min(CHUNK, blocks - first)
-            _gather(units[first : first + count], unit_scores[row], shift[row], low, high, found)
-            for k in range(len(columns)):
-                _blend(found[:count], weights[k], columns[k][base : base + count])
-
-
-@njit
-def _gather(units, scores, shift, low, high, found):
-    """Clipped scores; NaN for no unit."""
-    for i in range(units.shape[0]):
-        # Unsigned: else each access tests for a negative index first.
-        score = scores[np.uint32(max(units[i], 0))] - shift
-        score = low if score < low else score
-        score = high if score > high else score
-        found[i] = score if units[i] >= 0 else np.nan
-
-
-@njit
-def _blend(scores, weight, column):
-    for i in range(scores.shape[0]):
-        old = column[i]
-        new = scores[i] if old == -np.inf else old + weight * (scores[i] - old)
-        column[i] = old if np.isnan(scores[i]) else new
+            base = chunks[segments[row], first // CHUNK] * CHUNK
+            new = own[first : min(first + CHUNK, blocks)]
+            part = column[base : base + new.shape[0]]
+            for i in range(part.shape[0]):
+                old = part[i]
+                moved = new[i] if old == -np.inf else old + weight * (new[i] - old)
+                part[i] = old if np.isnan(new[i]) else moved
 
 
 @njit
@@ -61,6 +74,20 @@ def decay(chunks, blocks_of, segments, factor, column):
             part = column[base : base + min(CHUNK, blocks - first)]
             for i in range(part.shape[0]):
                 part[i] *= factor
+
+
+@njit
+def count_uses(handles, column):
+    """Add 1 to ``column`` for each handle."""
+    for i in range(handles.shape[0]):
+        column[handles[i]] += 1
+
+
+@njit
+def take(handles, column, out):
+    """``out[i] = column[handles[i]]``."""
+    for i in range(handles.shape[0]):
+        out[i] = column[handles[i]]
 
 
 @njit
@@ -85,4 +112,17 @@ def marked(chunks, blocks_of, segments, marks, bit, last_used, step, row_ptr, ha
                     able[row] += eligible[at]
                     at += 1
         row_ptr[row + 1] = at
+    return at
+
+
+@njit
+def eligible_only(residents, eligible, row_ptr, out, out_ptr):
+    """The residents that may leave, and the pointers of their rows; returns how many."""
+    at = 0
+    out_ptr[0] = 0
+    for row in range(row_ptr.shape[0] - 1):
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            out[at] = residents[i]
+            at += eligible[i]
+        out_ptr[row + 1] = at
     return at

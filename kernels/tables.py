@@ -125,27 +125,22 @@ def collect(domains, members, counts, row_ptr, out):
 
 
 @njit
-def lowest(rank, tie, eligible, row_ptr, need, order, picks):
-    """Per row, the positions of the `need` eligible entries of lowest (rank, tie, position).
+def lowest(rank, tie, row_ptr, need, order, picks):
+    """Per row, the positions of the `need` entries of lowest (rank, tie, position).
 
-    Returns how many were picked, or -(row + 1) for the first row that has too few eligible entries.
+    Requires: no row needs more entries than it has.
     """
     at = 0
     for row in range(need.shape[0]):
-        n = 0
-        for i in range(row_ptr[row], row_ptr[row + 1]):
-            if eligible[i]:
-                order[n] = i
-                n += 1
+        n = row_ptr[row + 1] - row_ptr[row]
         want = need[row]
-        if n < want:
-            return -(row + 1)
+        for i in range(n):
+            order[i] = row_ptr[row] + i
         if 0 < want < n:
             _partition(rank, tie, order, n, want)
         for i in range(want):
             picks[at] = order[i]
             at += 1
-    return at
 
 
 @njit

@@ -11,7 +11,11 @@ from tierstore.policies.lru import LRU
 from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
+DEFAULT_FOR_ATTENTION = Blend
+"""Makes the policy that fetched least for attention; docs/policies.md says how it was chosen."""
+
 __all__ = [
+    "DEFAULT_FOR_ATTENTION",
     "EWMA",
     "LRFU",
     "LRU",

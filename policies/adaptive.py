@@ -57,14 +57,17 @@ class Adaptive(RankedPolicy):
                 "1 and 1, a factor in [0, 1), and at least 0"
             )
         self.candidates = [make() for make in candidates]
-        self._options = {"window": window, "every": every, "memory": memory}
+        self._window, self._every, self._memory = window, every, memory
         self._handicap = np.where(np.arange(len(candidates)) > 0, 1 + lead, 1.0)
 
     def bind(self, space: HandleSpace) -> None:
         super().bind(space)
         for candidate in self.candidates:
             candidate.bind(space)
-        self._shadows = Shadows(self.candidates, space, self._last_used, **self._options)
+        self._shadows = Shadows(
+            self.candidates, space, self._last_used,
+            window=self._window, every=self._every, memory=self._memory,
+        )  # fmt: skip
 
     def on_access(self, access: Access) -> None:
         super().on_access(access)
@@ -84,8 +87,7 @@ class Adaptive(RankedPolicy):
 
     def _led(self, stats: BlockStats, ranks: Sequence[Callable[[BlockStats], Rank]]) -> Rank:
         """Each domain's residents by the rank of its leader."""
-        row_ptr = stats.demand.row_ptr
-        leader = np.repeat(self._leaders(stats), np.diff(row_ptr))
+        leader = np.repeat(self._leaders(stats), np.diff(stats.row_ptr))
         out = np.empty(len(stats.handles))
         for number in np.unique(leader).tolist():
             np.copyto(out, ranks[number](stats), where=leader == number)
@@ -93,10 +95,10 @@ class Adaptive(RankedPolicy):
 
     def _leaders(self, stats: BlockStats) -> Ids:
         """The candidate with the fewest misses over the residents of each domain."""
-        row_ptr = stats.demand.row_ptr
-        rows = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
+        domains = len(stats.row_ptr) - 1
+        rows = np.repeat(np.arange(domains), np.diff(stats.row_ptr))
         misses = self._shadows.misses(self._space.owner_segment[stats.handles // CHUNK])
-        total = np.zeros((len(row_ptr) - 1, len(self.candidates)))
+        total = np.zeros((domains, len(self.candidates)))
         np.add.at(total, rows, misses)
         leaders: Ids = np.argmin(total * self._handicap, axis=1).astype(np.int32)
         return leaders

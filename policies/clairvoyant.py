@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access, Selection
 
-Steps = "npt.NDArray[np.int64]"
-
 NEVER = np.iinfo(np.int64).max
 
 

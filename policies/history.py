@@ -13,7 +13,7 @@ from tierstore.kernels.tables import CHUNK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.directory import HandleSpace
+    from tierstore.directory import Column, HandleSpace
     from tierstore.interfaces import Access, Ids, Scores
 
 
@@ -36,6 +36,7 @@ class ScoreHistory:
                 raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
         self._weights = np.array(alphas, np.float32)
         self._bounds = np.float32(low), np.float32(high)
+        self._scores: Scores = np.empty((0, 0), np.float32)
 
     def bind(self, space: HandleSpace) -> None:
         self._space = space
@@ -48,15 +49,20 @@ class ScoreHistory:
             return
         if shift is None:
             shift = np.zeros(len(everything.segments), np.float32)
-        histories.blend_scores(
-            self._space.chunks, self._space.blocks, everything.segments, everything.unit_of,
-            everything.unit_scores, shift, *self._bounds, self._weights,
-            tuple(mean.array for mean in self._means),
+        space, segments = self._space, everything.segments
+        shape = (len(segments), everything.unit_of.shape[1])
+        if self._scores.shape != shape:
+            self._scores = np.empty(shape, np.float32)
+        histories.scores_of_blocks(
+            space.blocks, segments, everything.unit_of, everything.unit_scores, shift,
+            *self._bounds, self._scores,
         )  # fmt: skip
+        for weight, mean in zip(self._weights, self._means, strict=True):
+            histories.blend(space.chunks, space.blocks, segments, self._scores, weight, mean.array)
 
     def mean(self, number: int, handles: Ids) -> Scores:
         """The mean of that number; -inf for blocks that never had a score."""
-        return self._means[number].array[handles]
+        return _taken(handles, self._means[number])
 
 
 class UseCount:
@@ -79,15 +85,21 @@ class UseCount:
     def update(self, access: Access) -> None:
         """Count the step's uses."""
         segments = segments_of(access, self._space)
-        count = self._column.array
         histories.decay(
-            self._space.chunks, self._space.blocks, segments, np.float32(self.decay), count
-        )
-        count[access.handles] += 1
+            self._space.chunks, self._space.blocks, segments, np.float32(self.decay),
+            self._column.array,
+        )  # fmt: skip
+        histories.count_uses(access.handles, self._column.array)
 
     def uses(self, handles: Ids) -> Scores:
         """The uses that are left."""
-        return self._column.array[handles]
+        return _taken(handles, self._column)
+
+
+def _taken(handles: Ids, column: Column) -> Scores:
+    out: Scores = np.empty(len(handles), np.float32)
+    histories.take(handles, column.array, out)
+    return out
 
 
 def segments_of(access: Access, space: HandleSpace) -> Ids:

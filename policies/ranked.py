@@ -10,30 +10,39 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import PolicyError
-from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids, Scores
-from tierstore.kernels import tables
+from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids, Pointers, Scores
+from tierstore.kernels import histories, tables
 
 if TYPE_CHECKING:
-    from tierstore.directory import HandleSpace
+    from tierstore.directory import Column, HandleSpace
 
 Rank = npt.NDArray[Any]
 
 
 class BlockStats:
-    """What is known about the residents that a policy ranks; computed when first asked for.
+    """What is known about the residents that may leave; computed when first asked for.
 
-    handles: int32 [n]. step: number of the running step. last_used: int64 [n], -1 never.
-    space: says which segment a handle belongs to.
+    handles: int32 [n], those of the i-th domain at ``row_ptr[i]:row_ptr[i + 1]``.
+    step: number of the running step. space: says which segment a handle belongs to.
     """
 
-    def __init__(
-        self, demand: Demand, space: HandleSpace, last_used: npt.NDArray[np.int64]
-    ) -> None:
+    def __init__(self, demand: Demand, space: HandleSpace, last_used: Column) -> None:
         self.demand = demand
-        self.handles = demand.residents
         self.step = demand.access.step
-        self.last_used = last_used
         self.space = space
+        self.row_ptr: Pointers = np.empty_like(demand.row_ptr)
+        room: Ids = np.empty(len(demand.residents) + 1, np.int32)
+        count = histories.eligible_only(
+            demand.residents, demand.eligible, demand.row_ptr, room, self.row_ptr
+        )
+        self.handles = room[:count]
+        self._last_used = last_used
+
+    @cached_property
+    def last_used(self) -> npt.NDArray[np.int64]:
+        """int64 [n] step of the last use; -1 never."""
+        last_used: npt.NDArray[np.int64] = self._last_used.array[self.handles]
+        return last_used
 
     @cached_property
     def score(self) -> Scores:
@@ -94,24 +103,22 @@ class RankedPolicy(EvictionPolicy):
 
     @abstractmethod
     def rank(self, stats: BlockStats) -> Rank:
-        """One number per resident: the lowest leave first."""
+        """One number for each of `stats.handles`: the lowest leave first."""
 
     def tie(self, stats: BlockStats) -> Rank:
         """Decides between equal ranks, lowest first; then the order of `stats.handles` does."""
         return stats.last_used
 
     def victims(self, demand: Demand) -> Ids:
-        stats = BlockStats(demand, self._space, self._last_used.array[demand.residents])
-        picks: Ids = np.empty(int(demand.need.sum()), np.int32)
-        order: Ids = np.empty(len(demand.residents), np.int32)
-        found = tables.lowest(
-            self.rank(stats), self.tie(stats), demand.eligible, demand.row_ptr, demand.need,
-            order, picks,
-        )  # fmt: skip
-        if found < 0:
-            row = -found - 1
+        stats = BlockStats(demand, self._space, self._last_used)
+        able = np.diff(stats.row_ptr)
+        if (able < demand.need).any():
+            row = int(np.argmax(able < demand.need))
             raise PolicyError(
                 f"{type(self).__name__}: domain {demand.domains[row]} should give up "
-                f"{demand.need[row]} blocks, but fewer may leave"
+                f"{demand.need[row]} blocks, but only {able[row]} may leave"
             )
-        return demand.residents[picks]
+        picks: Ids = np.empty(int(demand.need.sum()), np.int32)
+        order: Ids = np.empty(len(stats.handles), np.int32)
+        tables.lowest(self.rank(stats), self.tie(stats), stats.row_ptr, demand.need, order, picks)
+        return stats.handles[picks]

@@ -16,6 +16,7 @@ from tierstore.adapters.models import load_model
 from tierstore.adapters.presets import preset_named
 from tierstore.adapters.transformers import attach_engine, geometry_of
 from tierstore.errors import ConfigError
+from tierstore.sizes import parse_budget
 from tierstore.traces.recorder import AttentionRecorder
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def record(options: argparse.Namespace, document: Document) -> AttentionTrace:
     if options.block_tokens is not None:
         preset = replace(preset, block_tokens=options.block_tokens)
     if options.budget is not None:
-        preset = replace(preset, budget=options.budget)
+        preset = replace(preset, budget=parse_budget(options.budget))
     with waiting(f"loading {options.model}"):
         loaded = load_model(options.model, getattr(torch, options.dtype), "cpu")
     check_length(loaded.model, options.tokens, options.steps)

@@ -12,8 +12,11 @@ from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks import hysteresis, windows
 from tierstore.benchmarks.facts import Fact
 from tierstore.benchmarks.language import real_text
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tierstore.adapters.models import LoadedModel
 
 
@@ -34,6 +37,11 @@ def test_hysteresis_is_measured_for_every_difference(tiny_model: LoadedModel) ->
         assert amounts == sorted(amounts, reverse=True)
         assert amounts[0] > amounts[-1]
     assert len(data["measures"]["facts"]["values"]["full"]) == 1
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0 files exact-\*\.trace: expected at least two"):
+        windows.run([].append, traces=str(tmp_path))
 
 
 @pytest.mark.parametrize("window", [1.5, 3.0])

@@ -138,11 +138,8 @@ class Directory:
         n, row_ptr = sizes.sum(), np.concatenate([[0], np.cumsum(sizes)])
         rank = self.random.integers(0, 5, n).astype(np.float32)
         tie = self.random.integers(0, 3, n)
-        may_leave = self.random.random(n) < 0.8
-        able = [int(part.sum()) for part in np.split(may_leave, row_ptr[1:-1])]
-        need = np.minimum(able, self.random.integers(0, 20, 4))
-        need[3] += self.random.integers(0, 2) * (able[3] - need[3] + 1)
-        return rank, tie, may_leave, row_ptr, need, empty(n), empty(need.sum())
+        need = np.minimum(sizes, self.random.integers(0, 20, 4))
+        return rank, tie, row_ptr, need, empty(n), empty(need.sum())
 
     def _gather_scores(self) -> Arguments:
         rows = self.random.permutation(self.segments)[: self.segments - 1]
@@ -263,42 +260,27 @@ def test_removing_and_installing_leave_lists_and_tables_in_step(seed: int) -> No
 
 
 @given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.booleans()), max_size=40),
-        max_size=4,
-    ),
+    st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=40), max_size=4),
     st.data(),
 )
 def test_lowest_takes_the_first_of_a_sorted_list(
-    rows: list[list[tuple[int, int, bool]]], data: st.DataObject
+    rows: list[list[tuple[int, int]]], data: st.DataObject
 ) -> None:
-    need = [data.draw(st.integers(0, sum(able for *_, able in row))) for row in rows]
+    need = [data.draw(st.integers(0, len(row))) for row in rows]
     entries = [entry for row in rows for entry in row]
-    rank, tie, able = (np.array([entry[i] for entry in entries]) for i in range(3))
+    rank, tie = (np.array([entry[i] for entry in entries]) for i in range(2))
     row_ptr = np.cumsum([0, *map(len, rows)])
     picks = empty(sum(need))
 
-    found = tables.lowest(
-        rank.astype(np.float32), tie.astype(np.int64), able.astype(np.bool_), row_ptr,
-        np.array(need, np.int64), empty(len(entries)), picks,
+    tables.lowest(
+        rank.astype(np.float32), tie.astype(np.int64), row_ptr, np.array(need, np.int64),
+        empty(len(entries)), picks,
     )  # fmt: skip
 
-    assert found == sum(need)
     parts = np.split(picks, np.cumsum(need)[:-1]) if need else []
     for part, start, row, wanted in zip(parts, row_ptr[:-1].tolist(), rows, need, strict=True):
-        ordered = sorted((r, t, start + i) for i, (r, t, may_leave) in enumerate(row) if may_leave)
+        ordered = sorted((r, t, start + i) for i, (r, t) in enumerate(row))
         assert sorted(part.tolist()) == sorted(at for _, _, at in ordered[:wanted])
-
-
-def test_lowest_names_the_first_row_that_has_too_few() -> None:
-    able = np.array([True, True, False, True, False])
-    rank, row_ptr = np.zeros(5, np.float32), np.array([0, 2, 4, 5])
-
-    found = tables.lowest(
-        rank, np.zeros(5, np.int64), able, row_ptr, np.array([1, 2, 1]), empty(5), empty(4)
-    )
-
-    assert found == -2
 
 
 @given(seeds)

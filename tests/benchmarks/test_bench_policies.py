@@ -1,0 +1,68 @@
+"""``tierstore bench policies``: what it reports of a directory of traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from attention_traces import drifting
+from bench_schema import KEYS
+
+from tierstore.adapters.cli import main
+from tierstore.benchmarks import policies, policy_cost
+from tierstore.policies import LRU
+from tierstore.traces.attention_replay import replay
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two small traces of exact scores; costs are measured on two layers."""
+    monkeypatch.setattr(policy_cost, "LAYERS", 2)
+    for seed in range(2):
+        trace = drifting(seed, steps=40, blocks=300)
+        named = replace(trace, facts={**trace.facts, "preset": "exact"})
+        named.save(tmp_path / f"{seed}.trace")
+    return tmp_path
+
+
+def test_every_policy_is_replayed_in_every_window(traces: Path) -> None:
+    findings = policies.run(lambda _: None, traces=str(traces), repeat=1)
+    record = findings.to_dict()
+    assert set(record) == KEYS
+    cases = len(policies.BUDGETS) * len(policies.WINDOWS)
+    hits = [name for name in findings.measures if name.startswith("hits: ")]
+    assert len(hits) == cases
+    for name in hits:
+        values = findings.measures[name].values
+        assert set(values) == {*policies.POLICIES, "Belady"}
+        assert all(len(each) == 2 for each in values.values())
+        best = np.array(values["Belady"])
+        assert all((best >= np.array(each)).all() for each in values.values())
+        gap = findings.measures[name.replace("hits", "gap closed")].values
+        assert gap["LRU"] == [0.0, 0.0]
+        assert gap["Belady"] == [1.0, 1.0]
+    assert any("time of Blend in a layer" in ratio.says for ratio in findings.ratios)
+    assert "Adaptive loses at most" in findings.notes[-1]
+
+
+def test_a_hit_ratio_is_that_of_the_replay(traces: Path) -> None:
+    hits, _ = policies.hit_ratios(lambda _: None, sorted(traces.glob("*.trace")))
+    case = policies.Case("exact", 1 / 16, 2.0)
+    trace = drifting(1, steps=40, blocks=300).with_budget(1 / 16)
+    windows = np.full(trace.segments, 2 * int(trace.counts.max()), np.int64)
+    expected = replay(trace, LRU(), windows).hit_ratio(policies.FIRST_STEP)
+    assert hits[case]["LRU"][1] == expected
+
+
+def test_a_directory_without_traces_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "policies", "--traces", str(tmp_path)]) == 2
+    assert "no *.trace in that directory" in capsys.readouterr().err
+    assert main(["bench", "policies"]) == 2
+    assert "traces=None: expected a directory" in capsys.readouterr().err
