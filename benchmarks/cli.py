@@ -91,9 +91,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
     )
     parser.add_argument(
-        "--traces",
-        metavar="WHERE",
-        help="attention traces: files with commas between, or a directory (policies, windows)",
+        "--traces", metavar="DIR", help="attention traces (policies, which needs them; windows)"
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.policy_cost import COSTS, cost_ratios, costs
 from tierstore.benchmarks.rounds import Measure, Ratio
-from tierstore.benchmarks.trace_files import trace_files
 from tierstore.errors import ConfigError
 from tierstore.policies import (
     EWMA,
@@ -30,7 +30,6 @@ from tierstore.traces.attention_replay import Replay, replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from tierstore.benchmarks.rounds import Say
     from tierstore.interfaces import EvictionPolicy
@@ -88,10 +87,15 @@ class Case(NamedTuple):
 
 
 def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
-    """Replay attention traces, then measure what a choice costs."""
+    """Replay every attention trace in a directory, then measure what a choice costs."""
     if traces is None:
-        raise ConfigError("traces=None: expected attention traces; pass --traces")
-    paths = trace_files(traces)
+        raise ConfigError("traces=None: expected a directory of attention traces; pass --traces")
+    paths = sorted(Path(traces).glob("*.trace"))
+    if not paths:
+        raise ConfigError(
+            f"traces={traces!r}: no *.trace in that directory; make some with tierstore trace "
+            "record"
+        )
     hits, facts = hit_ratios(say, paths)
     speed = costs(say, repeat)
     gaps = {f"gap closed: {case}": _gaps(values) for case, values in hits.items()}

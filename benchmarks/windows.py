@@ -6,6 +6,7 @@ and one from its own first steps; all are replayed over its later steps, at equa
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.language import real_text
 from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.rounds import Measure, Ratio, Say
-from tierstore.benchmarks.trace_files import trace_files
+from tierstore.errors import ConfigError
 from tierstore.policies import Lookahead
 from tierstore.policies.knapsack import exact, greedy
 from tierstore.policies.planning import missed_mass, reuse_misses
@@ -53,11 +54,8 @@ _AIMS = {2.0: 0.98, 3.0: 0.95}
 def run(
     say: Say, *, tokens: int = 4_096, budget: str = "3.125%", traces: str | None = None
 ) -> Findings:
-    """Measure on traces, or on some of SmolLM2-135M-Instruct that are recorded first."""
-    if traces is not None:
-        loaded = [AttentionTrace.load(path) for path in trace_files(traces)]
-    else:
-        loaded = _record(say, tokens)
+    """Measure on ``exact-*.trace`` in the folder `traces`, or on SmolLM2-135M-Instruct."""
+    loaded = _record(say, tokens) if traces is None else _load(Path(traces))
     return measure(say, loaded, budget=budget)
 
 
@@ -189,6 +187,16 @@ def _fetched(trace: AttentionTrace, budget: str, windows: Amounts, shares: Amoun
     least = chosen.counts.max(0).astype(np.int64)
     result = replay(chosen, Lookahead(), np.maximum(slots, least))
     return float(result.fetched[FIRST:].sum() / (trace.steps - FIRST))
+
+
+def _load(folder: Path) -> list[AttentionTrace]:
+    paths = sorted(folder.glob("exact-*.trace"))
+    if len(paths) < 2:
+        raise ConfigError(
+            f"traces={str(folder)!r}: {len(paths)} files exact-*.trace: expected at least two "
+            "documents; tierstore trace record writes them"
+        )
+    return [AttentionTrace.load(path) for path in paths]
 
 
 def _record(say: Say, tokens: int) -> list[AttentionTrace]:

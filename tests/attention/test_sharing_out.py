@@ -72,6 +72,10 @@ class Run:
                 out.append(self.engine.attend(layer, self.drift[layer], key, value, scale=0.25))
         return out
 
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self.engine.plan
+
     def held(self) -> np.ndarray:
         """Blocks in the fast tier, [layers, heads]."""
         segments = np.arange(LAYERS * HEADS, dtype=np.int32)
@@ -133,7 +137,7 @@ def test_sequences_share_a_plan() -> None:
 def test_recalibration_moves_windows_to_the_heads_that_miss(tmp_path: Path) -> None:
     """Head 0 of each layer asks the same all the time, head 1 always something new."""
     run = Run("exact", recalibrate=32)
-    assert run.engine.plan is None
+    assert run.plan() is None
     still = run.drift.clone()
     for _ in range(60):
         run.drift[:, :, 2:] = torch.randn(LAYERS, 1, 2, 1, 16, generator=run.random)
@@ -141,7 +145,7 @@ def test_recalibration_moves_windows_to_the_heads_that_miss(tmp_path: Path) -> N
         for layer in range(LAYERS):
             key, value = run._tokens(1), run._tokens(1)
             run.engine.attend(layer, run.drift[layer], key, value, scale=0.25)
-    plan = run.engine.plan
+    plan = run.plan()
     assert plan is not None
     assert (plan.windows[:, 0] < 2).all()
     assert (plan.windows[:, 1] > 2).all()

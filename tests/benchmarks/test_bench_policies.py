@@ -65,4 +65,4 @@ def test_a_directory_without_traces_is_refused(
     assert main(["bench", "policies", "--traces", str(tmp_path)]) == 2
     assert "no *.trace in that directory" in capsys.readouterr().err
     assert main(["bench", "policies"]) == 2
-    assert "traces=None: expected attention traces" in capsys.readouterr().err
+    assert "traces=None: expected a directory" in capsys.readouterr().err

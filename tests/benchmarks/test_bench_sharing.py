@@ -12,9 +12,16 @@ from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks import hysteresis, windows
 from tierstore.benchmarks.facts import Fact
 from tierstore.benchmarks.language import real_text
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tierstore.adapters.models import LoadedModel
+
+
+def quiet(progress: str) -> None:
+    """Nobody listens."""
 
 
 def test_hysteresis_is_measured_for_every_difference(tiny_model: LoadedModel) -> None:
@@ -36,6 +43,11 @@ def test_hysteresis_is_measured_for_every_difference(tiny_model: LoadedModel) ->
     assert len(data["measures"]["facts"]["values"]["full"]) == 1
 
 
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0 files exact-\*\.trace: expected at least two"):
+        windows.run(quiet, traces=str(tmp_path))
+
+
 @pytest.mark.parametrize("window", [1.5, 3.0])
 def test_windows_are_tried_on_other_documents(tiny_model: LoadedModel, window: float) -> None:
     traces = []
@@ -46,7 +58,7 @@ def test_windows_are_tried_on_other_documents(tiny_model: LoadedModel, window: f
                 tiny_model, text[:380], text[380:], 120, PRESETS["exact"], document=f"from {start}"
             )
         )
-    data = as_json(windows.measure([].append, traces, budget="10%", sizes=(window,)))
+    data = as_json(windows.measure(quiet, traces, budget="10%", sizes=(window,)))
     fetched = data["measures"][f"fetched at x{window:g}"]["values"]
     assert set(fetched) == set(windows.CONFIGURATIONS)
     expected = data["measures"][f"expected at x{window:g}"]["values"]
