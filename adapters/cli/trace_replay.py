@@ -43,9 +43,8 @@ class Row:
 def run(options: argparse.Namespace) -> None:
     """Check the arguments; then replay and report."""
     policies = _policies(options.policies)
-    for target in (options.json, options.plot):
-        if target is not None:
-            check_target(target)
+    if options.json is not None:
+        check_target(options.json)
     if options.plot is not None:
         _require_matplotlib()
     trace = read_requests(options.trace)

@@ -58,9 +58,7 @@ def compile_loops(policy: Mapping[str, Any]) -> Loops:
 
     def in_file_of_policy(loop: Callable[..., None]) -> Callable[..., None]:
         name = f"{loop.__name__}_{version}"
-        code = loop.__code__.replace(
-            co_filename=policy["__file__"], co_name=name, co_qualname=name
-        )
+        code = loop.__code__.replace(co_filename=policy["__file__"], co_name=name, co_qualname=name)
         return counting_free(FunctionType(code, names))
 
     return Loops(*map(in_file_of_policy, (_request, _touch, _admit, _choose, _remove)))

@@ -1,97 +1,101 @@
-"""``tierstore trace record``: what it writes, and what it refuses before a model is loaded."""
+"""``tierstore trace``: what it prints, what it writes, and what it refuses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import importlib.util
+import json
+import sys
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from byte_tokenizer import byte_tokenizer
-from tiny_models import llama
 
-from tierstore.adapters.cli import main, recording
-from tierstore.adapters.models import LoadedModel
-from tierstore.traces.attention import AttentionTrace
+from tierstore.adapters.cli import main
+from tierstore.policies.replay import POLICIES
+from tierstore.traces.requests import RequestTrace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tierstore.adapters.models import LanguageModel
-
-TEXT = "All work and no play makes Jack a dull boy. " * 20
-SHORT = ["--tokens", "300", "--steps", "40", "--dtype", "float32"]
-
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A small model whatever the name, in a folder with a document."""
-    model = cast("LanguageModel", llama(vocab_size=256, max_position_embeddings=600))
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny")
-    monkeypatch.setattr(recording, "load_model", lambda *_: loaded)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT)
-    return tmp_path
+def trace(tmp_path: Path) -> str:
+    """Two chains with a common root; the first comes again, then its root alone."""
+    blocks = np.array([1, 2, 3, 1, 4, 1, 2, 3, 1], np.uint64)
+    RequestTrace(np.array([0, 3, 5, 8, 9]), blocks).save(tmp_path / "a.trace")
+    return str(tmp_path / "a.trace")
 
 
-def record(*options: str) -> int:
-    return main(["trace", "record", "a.trace", "--document", "text.txt", *SHORT, *options])
+def replayed(trace: str, tmp_path: Path, *options: str) -> dict[str, dict[str, object]]:
+    target = tmp_path / "out.json"
+    assert main(["trace", "replay", trace, *options, "--json", str(target)]) == 0
+    content = json.loads(target.read_text())
+    assert content["schema"] == 1
+    return {row["policy"]: row for row in content["rows"]}
 
 
-def test_a_document_becomes_a_trace(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert record("--budget", "10%", "--block-tokens", "2") == 0
-    assert "a.trace: 40 steps of 6 segments, " in capsys.readouterr().out
-    trace = AttentionTrace.load(tiny / "a.trace")
-    assert trace.facts == {
-        "model": "tiny",
-        "dtype": "float32",
-        "document": "text.txt",
-        "preset": "exact",
-        "budget": 0.1,
-        "block_tokens": 2,
-        "context_tokens": 300,
-        "is_generated": False,
+def test_hits_prefix_hits_and_moves_are_counted(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 3 blocks LRU keeps 1, 2, 4 (3 left as it is a leaf); from the leaf on 3 pushes 2 out."""
+    rows = replayed(trace, tmp_path, "--policies", "lru,belady", "--capacity", "3")
+    assert list(rows) == ["lru", "belady"]
+    assert rows["lru"] == {
+        "policy": "lru",
+        "capacity": 3,
+        "hit_ratio": 3 / 9,
+        "prefix_hit_ratio": 3 / 9,
+        "moved": 6,
+        "share_of_belady": 3 / 5,
     }
-    # Sinks and local window are no blocks; a tenth of 301 tokens is 16 blocks of two.
-    assert trace.blocks[0].tolist() == [(300 - 4 - 64) // 2] * 6
-    assert trace.counts[0].tolist() == [16] * 6
-    assert trace.blocks[-1, 0] > trace.blocks[0, 0]
+    assert rows["belady"]["hit_ratio"] == 5 / 9
+    assert "4 requests, 9 accesses to 4 blocks" in capsys.readouterr().out
 
 
-def test_a_generated_text_differs_from_a_given_one(tiny: Path) -> None:
-    assert record() == 0
-    forced = AttentionTrace.load(tiny / "a.trace")
-    assert record("--generate") == 0
-    generated = AttentionTrace.load(tiny / "a.trace")
-    assert generated.facts["is_generated"]
-    assert not np.array_equal(forced.unit_scores[-1], generated.unit_scores[-1])
+def test_every_policy_is_replayed_by_default(trace: str, tmp_path: Path) -> None:
+    rows = replayed(trace, tmp_path, "--capacity", "100%")
+    assert list(rows) == list(POLICIES)
+    assert {row["hit_ratio"] for row in rows.values()} == {5 / 9}
+    assert {row["share_of_belady"] for row in rows.values()} == {1.0}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "0"], "tokens=0: expected at least 1"),
-        (["--steps", "-1"], "steps=-1: expected at least 1"),
-        (["--block-tokens", "0"], "block_tokens=0: expected at least 1"),
-        (["--budget", "120%"], "budget='120%': expected a share"),
-        (["--dtype", "int8"], "dtype='int8': expected one of bfloat16"),
-        (["--preset", "none"], "preset='none': expected one of"),
-        (["--tokens", "500"], "the document has"),
-        (["--preset", "full"], "expected one that scores all blocks"),
+        (["--policies", "lru,best"], "policies='best': expected all, or of fifo, lru"),
+        (["--capacity", "0"], "capacity='0': expected a share such as 5%"),
+        (["--capacity", "101%"], "capacity='101%': expected a share"),
+        (["--capacity", "5%,x"], "capacity='x': expected a share"),
+        (["--json", "/"], "json='/'"),
     ],
 )
-def test_bad_arguments_leave_nothing(
-    options: list[str], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_options_are_refused(
+    trace: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tiny / "text.txt").write_text(TEXT[:520])
-    assert record(*options) == 2
+    assert main(["trace", "replay", trace, *options]) == 2
     assert message in capsys.readouterr().err
-    assert [path.name for path in tiny.iterdir()] == ["text.txt"]
 
 
-def test_a_trace_that_cannot_be_written_is_refused_first(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
+def test_other_files_and_empty_traces_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for target in ("missing/a.trace", "."):
-        arguments = ["trace", "record", target, "--document", "text.txt", *SHORT]
-        assert main(arguments) == 2
-        assert f"trace={target!r}: " in capsys.readouterr().err
+    assert main(["trace", "replay", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    RequestTrace.of_blocks([]).save(tmp_path / "empty")
+    assert main(["trace", "replay", str(tmp_path / "empty")]) == 2
+    assert "expected requests for blocks, found none" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["trace", "replay", trace, "--plot", "x.png"]) == 2
+    assert "tierstore[plot]" in capsys.readouterr().err
+
+
+def test_a_plot_is_written(trace: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    assert main(["trace", "replay", trace, "--plot", str(tmp_path / "x.svg")]) == 0
+    assert "<svg" in (tmp_path / "x.svg").read_text()

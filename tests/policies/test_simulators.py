@@ -102,9 +102,7 @@ def test_any_two_policies_differ_on_a_trace_that_shifts() -> None:
         name: replay(requests, make(), 150).hits for name, make in MAKERS.items() if name != "gdsf"
     }
     names = sorted(hits)
-    differing = {
-        (a, b): float((hits[a] != hits[b]).mean()) for a in names for b in names if a < b
-    }
+    differing = {(a, b): float((hits[a] != hits[b]).mean()) for a in names for b in names if a < b}
     differing.pop(("belady", "belady, all in"))
     assert min(differing.values()) >= 0.005, min(differing, key=lambda pair: differing[pair])
 
@@ -118,7 +116,7 @@ def test_prefix_hits_are_near_those_of_kvcache_simulator(policy: str) -> None:
     from kvcache_sim.trace import parse_trace_file
 
     requests, _ = requests_of("mooncake")
-    plan = build_execution_plan(parse_trace_file(str(MOONCAKE)), 0.5)
+    plan = build_execution_plan(parse_trace_file(str(MOONCAKE), block_size=512), 0.5)
     theirs = simulate_policy(plan, policy.replace("belady", "optimal"), 32_427).hitRate
 
     half = requests.request_ptr[requests.requests // 2]

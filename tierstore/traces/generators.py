@@ -50,7 +50,7 @@ def scan(requests: int) -> RequestTrace:
 
 
 def sessions(
-    requests: int = 2_000, concurrent: int = 40, turns: float = 3.0, seed: int = 0
+    requests: int = 2_000, concurrent: int = 40, turns: float = 2.0, seed: int = 0
 ) -> RequestTrace:
     """Conversations that grow from turn to turn, under a few system prompts with a common root.
 
@@ -78,7 +78,7 @@ def sessions(
         fresh += grown
         # The last block of a turn is rarely full: the next turn has another one in its place.
         used.append(chains[who])
-        chains[who] = chains[who][: -int(random.integers(1, max(2, grown // 2)))]
+        chains[who] = chains[who][: -int(random.integers(1, grown + 1))]
         category[request] = session_of[who]
     ptr = np.cumsum([0, *map(len, used)]).astype(np.int64)
     blocks = np.array([block for chain in used for block in chain], np.uint64)

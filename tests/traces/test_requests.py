@@ -1,0 +1,193 @@
+"""Request traces: what is stored comes back, and damaged files are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.errors import ConfigError, TraceError
+from tierstore.traces import generators
+from tierstore.traces.file import write_trace
+from tierstore.traces.readers import read_requests
+from tierstore.traces.requests import RequestTrace
+
+MOONCAKE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl"
+PTR = np.array([0, 2, 2, 3])
+BLOCKS = np.array([2**64 - 1, 7, 7], np.uint64)
+
+
+def same(a: RequestTrace, b: RequestTrace) -> bool:
+    names = ("request_ptr", "blocks", "sizes", "timestamps", "categories")
+    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+    return a.facts == b.facts and all(
+        (x is None) == (y is None) and (x is None or np.array_equal(x, y)) for x, y in pairs
+    )
+
+
+def test_a_trace_comes_back(tmp_path: Path) -> None:
+    bare = RequestTrace(PTR, BLOCKS)
+    full = RequestTrace(
+        PTR,
+        BLOCKS,
+        np.array([5, 6, 6]),
+        np.array([1, 2, 3]),
+        np.array([0, 0, 9]),
+        {"block_tokens": 16},
+    )
+    for trace in (bare, full):
+        trace.save(tmp_path / "a.trace")
+        assert same(read_requests(tmp_path / "a.trace"), trace)
+    assert full.requests == 3
+    assert full.distinct == 2
+    assert full.keys.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"request_ptr": PTR}, "expected arrays request_ptr, blocks"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "more": PTR}, "found blocks, more, request_ptr"),
+        ({"request_ptr": PTR.astype(np.int32), "blocks": BLOCKS}, r"expected int64 \[n\]"),
+        ({"request_ptr": PTR[:-1], "blocks": BLOCKS}, "expected to rise from 0 to"),
+        ({"request_ptr": PTR[:0], "blocks": BLOCKS[:0]}, "expected to rise from 0 to"),
+        ({"request_ptr": np.array([0, 3, 2, 3]), "blocks": BLOCKS}, "expected to rise from 0 to"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": PTR}, r"sizes: expected int64 \[3\]"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 0, 0])}, "bytes above 0"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 2, 3])}, "one size for each"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "timestamps": PTR}, r"timestamps: expected int64"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused(
+    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
+) -> None:
+    write_trace(tmp_path / "a.trace", "requests", {}, arrays)
+    with pytest.raises(TraceError, match=message):
+        read_requests(tmp_path / "a.trace")
+
+
+def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_requests(tmp_path / "none.jsonl")
+
+
+def test_mooncake_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [
+        {"timestamp": 5, "input_length": 9, "output_length": 1, "hash_ids": [0, 2**64 - 1]},
+        {"timestamp": 7, "hash_ids": []},
+        {"timestamp": 7, "hash_ids": [0]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = read_requests(path)
+    assert trace.request_ptr.tolist() == [0, 2, 2, 3]
+    assert trace.blocks.tolist() == [0, 2**64 - 1, 0]
+    assert trace.timestamps is not None
+    assert trace.timestamps.tolist() == [5, 7, 7]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"timestamp": 1}',
+        '{"timestamp": 1, "hash_ids": [-1]}',
+        '{"timestamp": 1, "hash_ids": [true]}',
+        '{"timestamp": 1, "hash_ids": [1.5]}',
+        '{"timestamp": 1, "hash_ids": 3}',
+        f'{{"timestamp": 1, "hash_ids": [{2**64}]}}',
+        '{"hash_ids": [1]}',
+        '{"timestamp": "1", "hash_ids": [1]}',
+        "\ud800",
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    good = '{"timestamp": 1, "hash_ids": [1]}\n'
+    path.write_text(good + line + "\n", errors="surrogatepass")
+    with pytest.raises(TraceError, match="line 2: expected"):
+        read_requests(path)
+
+
+def test_the_published_mooncake_trace_has_the_published_facts() -> None:
+    if not MOONCAKE.is_file():
+        pytest.skip(f"{MOONCAKE} is not here")
+    trace = read_requests(MOONCAKE)
+    assert (trace.requests, len(trace.blocks), trace.distinct) == (12_031, 288_500, 182_790)
+
+
+records = st.lists(
+    st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=20
+)
+
+
+@given(records, st.booleans())
+def test_records_of_libcachesim_are_read(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[int, int]], compressed: bool
+) -> None:
+    path = tmp_path_factory.mktemp("traces") / ("a.oracleGeneral" + ".zst" * compressed)
+    data = b"".join(
+        time.to_bytes(4, "little")
+        + key.to_bytes(8, "little")
+        + (key % 1000 + 1).to_bytes(4, "little")
+        + (-1).to_bytes(8, "little", signed=True)
+        for time, key in requests
+    )
+    path.write_bytes(zstandard.compress(data) if compressed else data)
+    trace = read_requests(path)
+    assert trace.blocks.tolist() == [key for _, key in requests]
+    assert trace.sizes is not None
+    assert trace.sizes.tolist() == [key % 1000 + 1 for _, key in requests]
+    assert trace.timestamps is not None
+    assert trace.timestamps.tolist() == [1000 * time for time, _ in requests]
+
+
+def test_damaged_records_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(25))
+    with pytest.raises(TraceError, match="expected records of 24 bytes, found 25 bytes"):
+        read_requests(path)
+    path.write_bytes(bytes(24))
+    with pytest.raises(TraceError, match="sizes above 0, found 0 in record 0"):
+        read_requests(path)
+    whole = zstandard.compress(b"\x01" * 24 * 9)
+    for damaged in (whole[:-1], whole[:9], whole + b"x"):
+        path.write_bytes(damaged)
+        with pytest.raises(TraceError, match="Zstandard"):
+            read_requests(path)
+
+
+def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
+    for make in (
+        lambda seed: generators.zipf(500, 90, seed=seed),
+        lambda seed: generators.phase_shift(2, 200, 50, 20, seed=seed),
+        lambda seed: generators.sessions(60, seed=seed),
+    ):
+        assert same(make(1), make(1))
+        assert not same(make(1), make(2))
+    assert generators.loop(5, 2).blocks.tolist() == [0, 1, 0, 1, 0]
+    assert generators.scan(4).blocks.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="requests=0: expected at least 1"):
+        generators.scan(0)
+
+
+def test_sessions_look_like_conversations() -> None:
+    """Three quarters of the blocks are used once, and every request begins with the root."""
+    trace = generators.sessions()
+    assert 0.7 < (np.bincount(trace.keys) == 1).mean() < 0.82
+    assert (trace.blocks[trace.request_ptr[:-1]] == 0).all()
+    assert len(trace.blocks) > 30_000
+
+
+def test_a_zipf_trace_has_the_frequencies_of_its_law() -> None:
+    counts = np.bincount(generators.zipf(200_000, 100, 1.0).keys)
+    expected = 1 / np.arange(1, 101)
+    np.testing.assert_allclose(counts / 200_000, expected / expected.sum(), atol=0.004)
