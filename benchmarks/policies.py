@@ -76,14 +76,14 @@ CONFIGURATIONS = {
 
 
 class Case(NamedTuple):
-    """Index, budget and window."""
+    """Whose scores (a preset), budget and window."""
 
-    index: str
+    scores: str
     budget: float
     window: float
 
     def __str__(self) -> str:
-        return f"{self.index}, budget {100 * self.budget:.4g} %, window x{self.window:g}"
+        return f"{self.scores}, budget {100 * self.budget:.4g} %, window x{self.window:g}"
 
 
 def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
@@ -122,11 +122,11 @@ def hit_ratios(
     for path in paths:
         whole = AttentionTrace.load(path)
         facts.append(dict(whole.facts))
-        index = str(whole.facts.get("preset", "unknown"))
+        scores = str(whole.facts.get("preset", "unknown"))
         for budget in BUDGETS:
             trace = whole.with_budget(budget)
             for window, ratios in _replays(trace).items():
-                case = hits.setdefault(Case(index, budget, window), {})
+                case = hits.setdefault(Case(scores, budget, window), {})
                 for name, ratio in ratios.items():
                     case.setdefault(name, []).append(ratio)
             say(f"{path.stem}, budget {100 * budget:.4g} %: done")
@@ -162,7 +162,7 @@ def _targets(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[Ratio]:
     ratios = []
     for case in hits:
         if case.window == 2:
-            exact = case.index == "exact"
+            exact = case.scores == "exact"
             for name, least in (
                 ("Lookahead", 0.22 if exact else 0.20),
                 (DEFAULT, 0.33 if exact else 0.28),
@@ -175,9 +175,9 @@ def _targets(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[Ratio]:
 def _notes(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[str]:
     """Means over traces and budgets, and the worst cases."""
     notes = []
-    for index in dict.fromkeys(case.index for case in hits):
+    for scores in dict.fromkeys(case.scores for case in hits):
         for window in WINDOWS:
-            cases = [hits[case] for case in hits if case.index == index and case.window == window]
+            cases = [hits[case] for case in hits if case.scores == scores and case.window == window]
             mean = {
                 name: float(np.mean([case[name] for case in cases]))
                 for name in (BASELINE, "Lookahead", "EWMA", DEFAULT, "Adaptive", CEILING)
@@ -190,7 +190,7 @@ def _notes(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[str]:
                 if name not in (BASELINE, CEILING)
             )
             notes.append(
-                f"{index}, x{window:g}, mean of traces and budgets: LRU {mean[BASELINE]:.3f}, "
+                f"{scores}, x{window:g}, mean of traces and budgets: LRU {mean[BASELINE]:.3f}, "
                 f"Belady {mean[CEILING]:.3f}; {gains}"
             )
     return [*notes, _worst(hits)]

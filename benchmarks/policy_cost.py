@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 LAYERS, ROWS = 30, 12
 """As SmolLM2 has them: three KV heads, here of four sequences."""
 WINDOWS = (128, 512)
-BLOCKS = 4_096
-"""Of a row: 16,384 tokens, of which a window of 512 is two budgets of 6.25 %."""
+BLOCKS = 2_048
+"""Of a row: 8,192 tokens, the longest that the model reads; 512 slots are then two of 12.5 %."""
 MISSES = 32
 """Blocks that each row's selection lacks: one in eight, as measured with two budgets."""
 STEPS = 4

@@ -57,14 +57,17 @@ class Adaptive(RankedPolicy):
                 "1 and 1, a factor in [0, 1), and at least 0"
             )
         self.candidates = [make() for make in candidates]
-        self._options = {"window": window, "every": every, "memory": memory}
+        self._window, self._every, self._memory = window, every, memory
         self._handicap = np.where(np.arange(len(candidates)) > 0, 1 + lead, 1.0)
 
     def bind(self, space: HandleSpace) -> None:
         super().bind(space)
         for candidate in self.candidates:
             candidate.bind(space)
-        self._shadows = Shadows(self.candidates, space, self._last_used, **self._options)
+        self._shadows = Shadows(
+            self.candidates, space, self._last_used,
+            window=self._window, every=self._every, memory=self._memory,
+        )  # fmt: skip
 
     def on_access(self, access: Access) -> None:
         super().on_access(access)

@@ -22,7 +22,7 @@ class Blend(RankedPolicy):
 
     The rank is ``share * fast + (1 - share) * slow + weight * log(uses + 0.05)``. A block that
     mattered over the last steps stays a while, and longer if it did so before. Twelve bytes a
-    block, resident or not.
+    block, resident or not, beside those of its last use.
 
     Parameters
     ----------
@@ -60,7 +60,8 @@ class Blend(RankedPolicy):
     def rank(self, stats: BlockStats) -> Rank:
         fast, slow = (self._scores.mean(number, stats.handles) for number in range(2))
         uses = np.log(self._uses.uses(stats.handles) + _UNUSED)
-        return self._share * fast + (1 - self._share) * slow + self._weight * uses
+        rank: Rank = self._share * fast + (1 - self._share) * slow + self._weight * uses
+        return rank
 
     def tie(self, stats: BlockStats) -> Rank:
         return stats.handles

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class EWMA(RankedPolicy):
     """Evicts the block whose exponentially weighted mean of log attention mass is lowest.
 
-    Every block is followed, resident or not, from its first score on. Four bytes a block.
+    Every block is followed, resident or not, from its first score on. Four bytes a
+    block, beside those of its last use.
 
     Parameters
     ----------

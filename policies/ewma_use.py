@@ -24,7 +24,8 @@ class EwmaUse(RankedPolicy):
     """Evicts the lowest sum of the mean margin over the selection's cut and the log of uses.
 
     The margin is a block's log attention mass less the lowest that was selected in its row, clipped
-    to [-6, 2]; where nothing was selected, the mass itself. Eight bytes a block.
+    to [-6, 2]; where nothing was selected, the mass itself. Eight bytes a block, beside
+    those of its last use.
 
     Parameters
     ----------
@@ -47,7 +48,7 @@ class EwmaUse(RankedPolicy):
         self._uses.update(access)
 
     def rank(self, stats: BlockStats) -> Rank:
-        uses = np.log(self._uses.uses(stats.handles) + np.float32(_UNUSED))
+        uses: Scores = np.log(self._uses.uses(stats.handles) + np.float32(_UNUSED))
         return self._margins.mean(0, stats.handles) + uses
 
 

@@ -16,7 +16,8 @@ class LRFU(RankedPolicy):
     """Evicts the block with the lowest count of uses, of which each step takes a share away.
 
     Between equal counts, the block used longest ago leaves. LRFU (Lee et al., 2001), with a weight
-    that is a power of the age. Four bytes a block.
+    that is a power of the age. Four bytes a block, beside
+    those of its last use.
 
     Parameters
     ----------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import combinations
 
 import numpy as np
@@ -81,7 +80,7 @@ def fewest_misses(requests: list[frozenset[int]], capacity: int) -> int:
             total = misses + len(request - held)
             for kept in _subsets(held - request, capacity - len(request)):
                 state = request | kept
-                after[state] = min(total, after.get(state, math.inf))  # type: ignore[type-var]
+                after[state] = min(total, after.get(state, total))
         states = after
     return min(states.values())
 

@@ -12,6 +12,7 @@ from bench_schema import KEYS
 
 from tierstore.adapters.cli import main
 from tierstore.benchmarks import policies, policy_cost
+from tierstore.policies import LRU
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_a_hit_ratio_is_that_of_the_replay(traces: Path) -> None:
     case = policies.Case("exact", 1 / 16, 2.0)
     trace = drifting(1, steps=40, blocks=300).with_budget(1 / 16)
     windows = np.full(trace.segments, 2 * int(trace.counts.max()), np.int64)
-    expected = replay(trace, policies.LRU(), windows).hit_ratio(policies.FIRST_STEP)
+    expected = replay(trace, LRU(), windows).hit_ratio(policies.FIRST_STEP)
     assert hits[case]["LRU"][1] == expected
 
 

@@ -110,3 +110,20 @@ def test_each_segment_follows_its_own_winner() -> None:
     fixed = [replay(trace, make(), windows).hit_ratio(LEARNED) for make in CANDIDATES]
     adaptive = replay(trace, Adaptive(), windows).hit_ratio(LEARNED)
     assert adaptive > max(fixed) + 0.01
+
+
+def test_a_winner_that_no_longer_wins_is_left() -> None:
+    """First what was used counts, by far; then, from the middle on, what scores foretell."""
+    random = np.random.default_rng(9)
+    first, then = some_are_used_more(random), scores_tell_the_next_step(random)
+    middle, shape = STEPS // 2, (STEPS, SEGMENTS, BUDGET)
+    scores = np.concatenate([first.unit_scores[:middle], then.unit_scores[middle:]])
+    chosen = np.concatenate([first.ids.reshape(shape)[:middle], then.ids.reshape(shape)[middle:]])
+    trace = told(scores, chosen)
+    windows = np.full(SEGMENTS, 2 * BUDGET, np.int64)
+    fading, stubborn, best = (
+        replay(trace, policy, windows).hit_ratio(middle + 100)
+        for policy in (Adaptive(memory=0.97), Adaptive(memory=0.9999), Lookahead())
+    )
+    assert fading >= best - 0.005
+    assert stubborn < best - 0.02

@@ -62,7 +62,8 @@ class Run:
         blocks = int(self.trace.blocks[step, segment])
         attended = np.array(self.attended[step][layer][row]) - SINKS
         inside = attended[(attended >= 0) & (attended < blocks * BLOCK)]
-        return np.unique(inside // BLOCK).tolist()
+        blocks_attended: list[int] = np.unique(inside // BLOCK).tolist()
+        return blocks_attended
 
     def masses(self, step: int, segment: int) -> np.ndarray:
         """Log mass of each block, summed over tokens and the heads' softmaxes over all blocks."""

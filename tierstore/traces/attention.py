@@ -61,7 +61,7 @@ class AttentionTrace:
     @property
     def segments(self) -> int:
         """Segments: (layer, sequence, KV head), the last changing fastest."""
-        return self.blocks.shape[1]
+        return int(self.blocks.shape[1])
 
     def selections(self) -> Iterator[Selection]:
         """What the index answered in each step, for all segments at once; segment s is row s."""

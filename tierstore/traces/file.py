@@ -41,10 +41,11 @@ def write_trace(
             raise TraceError(f"array {name!r}: expected numbers, found Python objects")
     header = {"format": _FORMAT, "version": VERSION, "kind": kind, "facts": dict(facts)}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    content: dict[str, Any] = {_HEADER: text, **arrays}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
-            np.savez_compressed(file, **{_HEADER: text}, **arrays)
+            np.savez_compressed(file, **content)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
