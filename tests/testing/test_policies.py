@@ -285,8 +285,7 @@ def test_a_store_that_decides_otherwise_than_a_replay_is_caught() -> None:
 
     law: Any = Suite.test_a_store_decides_as_a_replay_does
     with pytest.raises(AssertionError):
-        for seed in range(10):
-            law.hypothesis.inner_test(Suite(), skewed(seed), 5, seed)
+        law.hypothesis.inner_test(Suite(), skewed(0, 400), 5, 0)
 
 
 @part
