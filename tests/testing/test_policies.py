@@ -14,11 +14,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import PolicyError
+from tierstore.kernels.jit import part
 from tierstore.policies import (
     EWMA,
     FIFO,
     LRFU,
     LRU,
+    S3FIFO,
     SIEVE,
     BlockStats,
     EwmaUse,
@@ -27,10 +29,13 @@ from tierstore.policies import (
     Random,
     RankedPolicy,
 )
+from tierstore.policies.queues import lists
 from tierstore.policies.replay import POLICIES
-from tierstore.testing import PolicyTests, assert_distinct
+from tierstore.testing import PolicyTests, QueuePolicyTests, assert_distinct
 from tierstore.testing.distinct import sieve_turns
 from tierstore.testing.policy_cache import PolicyCache, fewest_misses, next_uses
+from tierstore.testing.policy_traces import skewed
+from tierstore.testing.policy_work import in_python
 from tierstore.traces.generators import loop, phase_shift
 
 if TYPE_CHECKING:
@@ -166,7 +171,7 @@ class ChangesWhenAsked(Base):
         return super().victims(demand)
 
     def rank(self, stats: BlockStats) -> Rank:
-        return stats.last_used * (-1) ** self.asked
+        return stats.last_used if self.asked % 2 else -stats.last_used
 
 
 class GoesByNumber(Base):
@@ -182,10 +187,6 @@ class Unseeded(Base):
 class HashesNames(Base):
     def rank(self, stats: BlockStats) -> Rank:
         return np.array([hash(f"block {handle}") for handle in stats.handles.tolist()])
-
-
-class NoStack(FIFO):
-    """First in, first out."""
 
 
 class ForgetsWhenPickled(Base):
@@ -213,14 +214,14 @@ class HashesNamesSuite(PolicyTests):
         return HashesNames()
 
 
-WRONG = {
+WRONG: dict[str, list[type[RankedPolicy]]] = {
     "victims_are_as_many_as_needed_and_only_eligible": [OneTooFew, Repeats, TakesPinned],
     "too_few_eligible_residents_are_an_error": [NeverRefuses],
     "asking_for_victims_changes_nothing": [ChangesWhenAsked],
     "the_same_history_has_the_same_victims": [Unseeded],
     "numbers_of_blocks_do_not_matter": [GoesByNumber],
     "anything_may_happen_at_any_moment": [ChangesWhenAsked, NeverRefuses],
-    "hits_of_a_smaller_cache_are_hits_of_a_larger_one": [NoStack],
+    "hits_of_a_smaller_cache_are_hits_of_a_larger_one": [Random],
     "a_policy_pickled_in_the_middle_goes_on_as_before": [ForgetsWhenPickled],
 }
 
@@ -265,15 +266,73 @@ def test_a_suite_that_no_other_process_can_import_is_skipped() -> None:
         Suite().test_the_hash_seed_of_the_process_does_not_matter()
 
 
-def test_the_suite_of_the_document_passes(tmp_path: Path) -> None:
-    """Its Python blocks are a test file as they stand."""
+class ForgetsGhosts(S3FIFO):
+    """An eviction is no removal: ghosts should stay."""
+
+    def on_evict(self, handles: Ids) -> None:
+        super().on_evict(handles)
+        self.on_remove(handles)
+
+
+def test_a_store_that_decides_otherwise_than_a_replay_is_caught() -> None:
+    class Suite(QueuePolicyTests):
+        def make_policy(self) -> ForgetsGhosts:
+            return ForgetsGhosts()
+
+    law: Any = Suite.test_a_store_decides_as_a_replay_does
+    with pytest.raises(AssertionError):
+        law.hypothesis.inner_test(Suite(), skewed(0, 400), 5, 0)
+
+
+@part
+def looks_at_all(q: Any, d: Any) -> Any:  # noqa: ANN401 (Numba infers its types)
+    victim = lists.oldest(q, d, 0)
+    k = victim
+    while k >= 0:
+        k = q.node[k, lists.NEWER]
+    lists.unlink(q, d, victim)
+    return victim
+
+
+@pytest.mark.parametrize(("evict", "grows"), [(None, False), (looks_at_all, True)])
+def test_work_that_grows_with_the_capacity_is_seen(evict: object, grows: bool) -> None:
+    class Suite(QueuePolicyTests):
+        def make_policy(self) -> QueueLRU:
+            policy: Any = QueueLRU()
+            parts = {} if evict is None else {"evict": evict}
+            policy.loops = type(policy.loops)(*(in_python(loop, parts) for loop in policy.loops))
+            made: QueueLRU = policy
+            return made
+
+    assert (Suite()._work(200) > 1.6 * Suite()._work(20)) == grows
+
+
+def document_blocks(opted_out: bool) -> list[str]:
+    """The Python blocks of the document that its own test runs, or those that it leaves out."""
     text = (ROOT / "docs" / "write-a-policy.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    file = tmp_path / "test_mine.py"
-    file.write_text("\n\n".join(blocks))
+    found = re.findall(
+        r"^(<!-- not run: [^\n]*-->\n)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    )
+    return [code for comment, code in found if bool(comment) == opted_out]
+
+
+def passed_in(folder: Path, **files: str) -> int:
+    """How many tests pass in files with these names, where none fails."""
+    for name, code in files.items():
+        (folder / f"{name}.py").write_text(code)
     answer = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        capture_output=True, text=True, cwd=folder, timeout=280, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout
-    assert int(re.findall(r"(\d+) passed", answer.stdout)[0]) >= 18
+    return int(re.findall(r"(\d+) passed", answer.stdout)[0])
+
+
+def test_the_policy_of_the_document_passes_the_suite(tmp_path: Path) -> None:
+    """The blocks are a test file as they stand."""
+    assert passed_in(tmp_path, test_mine="\n\n".join(document_blocks(opted_out=False))) >= 18
+
+
+def test_the_queue_policy_of_the_document_passes_its_suite(tmp_path: Path) -> None:
+    _, policy, suite = document_blocks(opted_out=True)
+    assert passed_in(tmp_path, comeback=policy, test_comeback=suite) >= 26

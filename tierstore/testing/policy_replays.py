@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.testing.laws import law
+from tierstore.testing.laws import trace_law
 from tierstore.testing.policies import PolicyTests
 from tierstore.testing.policy_cache import PolicyCache, fewest_misses, next_uses
 from tierstore.testing.policy_traces import KEYS, Requests, capacities, requests, seeds, skewed
@@ -79,14 +79,14 @@ class ReplayTests(ABC):
     ) -> list[bool]:
         return request(self.started(trace, capacity, sizes), trace)
 
-    @law
+    @trace_law
     @given(requests, capacities)
     def test_no_replay_misses_less_than_the_best_choice(
         self, trace: Requests, capacity: int
     ) -> None:
         assert self.hits(trace, capacity).count(False) >= fewest_misses(trace, capacity)
 
-    @law
+    @trace_law
     @given(requests, capacities, st.integers(0, 80))
     def test_a_replay_goes_on_as_before_in_parts_and_after_pickling(
         self, trace: Requests, capacity: int, cut: int
@@ -96,7 +96,7 @@ class ReplayTests(ABC):
         policy = pickle.loads(pickle.dumps(policy))
         assert before + request(policy, trace[cut:]) == self.hits(trace, capacity)
 
-    @law
+    @trace_law
     @given(requests, capacities, st.permutations(range(KEYS)))
     def test_numbers_of_keys_do_not_matter(
         self, trace: Requests, capacity: int, number_of: list[int]
@@ -104,13 +104,13 @@ class ReplayTests(ABC):
         renumbered = [number_of[key] for key in trace]
         assert self.hits(renumbered, capacity) == self.hits(trace, capacity)
 
-    @law
+    @trace_law
     @given(requests, capacities, st.integers(1, 5))
     def test_equal_sizes_are_like_none(self, trace: Requests, capacity: int, size: int) -> None:
         unweighted = self.hits(trace, capacity)
         assert self.hits(trace, capacity, np.full(KEYS, 1)) == unweighted
 
-    @law
+    @trace_law
     @given(st.lists(st.integers(0, KEYS - 1), max_size=25), st.integers(1, 12))
     def test_residents_never_weigh_more_than_the_capacity(
         self, trace: Requests, capacity: int
@@ -128,7 +128,7 @@ class ReplayTests(ABC):
             elif self.always_admits:
                 assert key in held
 
-    @law
+    @trace_law
     @given(requests, capacities)
     def test_a_replay_that_fits_misses_each_key_once(self, trace: Requests, capacity: int) -> None:
         trace = [key % capacity for key in trace]
@@ -162,7 +162,7 @@ class ReplayTests(ABC):
 class QueuePolicyTests(PolicyTests, ReplayTests):
     """Inherit, and make a `QueuePolicy` that serves both replays and stores."""
 
-    @law
+    @trace_law
     @given(requests, capacities, seeds)
     def test_a_store_decides_as_a_replay_does(
         self, trace: Requests, capacity: int, seed: int

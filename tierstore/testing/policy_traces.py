@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from tierstore.testing.laws import law
+from tierstore.testing.laws import trace_law
 from tierstore.testing.policy_cache import SEGMENTS, PolicyCache, fewest_misses
 from tierstore.testing.policy_machine import PolicyMachine
 from tierstore.testing.policy_process import evicted_elsewhere
@@ -30,7 +30,8 @@ def skewed(seed: int, length: int = 80) -> Requests:
     random = np.random.default_rng(seed)
     drawn = np.minimum(random.geometric(0.25, length), KEYS) - 1
     drawn[length // 2 :] = (drawn[length // 2 :] * 5 + 3) % KEYS
-    return drawn.tolist()
+    keys: Requests = drawn.tolist()
+    return keys
 
 
 seeds = st.integers(0, 2**32 - 1)
@@ -58,7 +59,7 @@ class PolicyTraceTests(ABC):
     def cache(self, capacity: int) -> PolicyCache:
         return PolicyCache(self.make_policy(), KEYS, capacity)
 
-    @law
+    @trace_law
     @given(requests, capacities, seeds)
     def test_no_policy_misses_less_than_the_best_choice(
         self, trace: Requests, capacity: int, seed: int
@@ -68,7 +69,7 @@ class PolicyTraceTests(ABC):
         assert misses >= fewest_misses(trace, capacity)
         assert len(evicted) == max(0, misses - capacity)
 
-    @law
+    @trace_law
     @given(requests, capacities, seeds)
     def test_hits_of_a_smaller_cache_are_hits_of_a_larger_one(
         self, trace: Requests, capacity: int, seed: int
@@ -83,7 +84,7 @@ class PolicyTraceTests(ABC):
         expected = self.cache(5).run(skewed(1, 300), 1).evicted
         assert evicted_elsewhere(type(self), skewed(1, 300), 5) == expected
 
-    @law
+    @trace_law
     @given(requests, capacities, seeds)
     def test_a_trace_that_fits_misses_each_key_once(
         self, trace: Requests, capacity: int, seed: int
@@ -114,7 +115,7 @@ class PolicyTraceTests(ABC):
         assert all(hits)
         assert evicted == []
 
-    @law
+    @trace_law
     @given(
         requests,
         capacities,
@@ -130,7 +131,7 @@ class PolicyTraceTests(ABC):
         renumbered = PolicyCache(self.make_policy(), KEYS, capacity, (segments, blocks))
         assert renumbered.run(trace, seed) == self.cache(capacity).run(trace, seed)
 
-    @law
+    @trace_law
     @given(requests, capacities, seeds, st.integers(0, 80))
     def test_a_policy_pickled_in_the_middle_goes_on_as_before(
         self, trace: Requests, capacity: int, seed: int, cut: int
@@ -144,6 +145,10 @@ class PolicyTraceTests(ABC):
         assert before.evicted + after.evicted == whole.evicted
 
     def test_anything_may_happen_at_any_moment(self) -> None:
-        run_state_machine_as_test(
-            lambda: PolicyMachine(self.make_policy), settings=settings(stateful_step_count=30)
-        )
+        suite = self
+
+        class Machine(PolicyMachine):
+            def make_policy(self) -> EvictionPolicy:
+                return suite.make_policy()
+
+        run_state_machine_as_test(Machine, settings=settings(trace_law, stateful_step_count=30))
