@@ -14,17 +14,8 @@ from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.policy_cost import COSTS, cost_ratios, costs
 from tierstore.benchmarks.rounds import Measure, Ratio
 from tierstore.errors import ConfigError
-from tierstore.policies import (
-    EWMA,
-    LRFU,
-    LRU,
-    Adaptive,
-    Blend,
-    Clairvoyant,
-    EwmaUse,
-    Lookahead,
-    Random,
-)
+from tierstore.policies import Clairvoyant
+from tierstore.policies.attention import ATTENTION_POLICIES, Place
 from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.attention_replay import Replay, replay
 
@@ -39,39 +30,20 @@ WINDOWS = (1.5, 2.0, 3.0)
 FIRST_STEP = 16
 """Steps before are not counted: windows begin empty."""
 
-BASELINE, CEILING, DEFAULT = "LRU", "Belady", "Blend"
+BASELINE, CEILING, DEFAULT = "lru", "belady", "blend"
 
-
-class Place(NamedTuple):
-    """A window that traces are replayed in: K blocks are the budget, `window` budgets fit."""
-
-    window: float
-    blocks: int
-
-
-POLICIES: dict[str, Callable[[Place], EvictionPolicy]] = {
-    "Random": lambda _: Random(),
-    "LRU": lambda _: LRU(),
-    "LRFU": lambda _: LRFU(),
-    "Lookahead M=2K": lambda place: Lookahead(pool=2 * place.blocks),
-    "Lookahead": lambda _: Lookahead(),
-    "EWMA": lambda _: EWMA(),
-    "EwmaUse": lambda _: EwmaUse(),
-    "Blend": lambda _: Blend(),
-    "Adaptive": lambda place: Adaptive(window=place.window),
-}
 
 CONFIGURATIONS = {
-    "Random": "any block: the floor",
-    "LRU": "last used longest ago; among equals, the lowest score",
-    "LRFU": "uses that fade by 5 % a step",
-    "Lookahead M=2K": "outside the 2K best scores, the one last used longest ago (K8 with a pool)",
-    "Lookahead": "lowest score of the step (K8, all scores)",
-    "EWMA": "lowest mean of log mass, alpha 0.3",
-    "EwmaUse": "mean margin over the cut, alpha 0.3, and log of uses that fade by 5 %",
-    "Blend": "two means of log mass, alpha 0.6 and 0.1, and a little of log of uses: the default",
-    "Adaptive": "per segment, of Blend, EwmaUse, Lookahead, LRU, LRFU the one that misses least",
-    "Belady": "next used farthest away: the ceiling, which knows the future",
+    "random": "any block: the floor",
+    "lru": "last used longest ago; among equals, the lowest score",
+    "lrfu": "uses that fade by 5 % a step",
+    "lookahead-pool": "outside the 2K best scores, the one last used longest ago (K8 with a pool)",
+    "lookahead": "lowest score of the step (K8, all scores)",
+    "ewma": "lowest mean of log mass, alpha 0.3",
+    "ewma-use": "mean margin over the cut, alpha 0.3, and log of uses that fade by 5 %",
+    "blend": "two means of log mass, alpha 0.6 and 0.1, and a little of log of uses: the default",
+    "adaptive": "per segment, of Blend, EwmaUse, Lookahead, LRU, LRFU the one that misses least",
+    "belady": "next used farthest away: the ceiling, which knows the future",
 }
 
 
@@ -144,7 +116,7 @@ def _replays(trace: AttentionTrace) -> dict[float, dict[str, float]]:
             replay, trace, windows=sizes, selections=selections
         )
         place = Place(window, blocks)
-        made = {name: make(place) for name, make in POLICIES.items()}
+        made = {name: make(place) for name, make in ATTENTION_POLICIES.items()}
         made[CEILING] = Clairvoyant.of(selections)
         found[window] = {name: play(policy).hit_ratio(FIRST_STEP) for name, policy in made.items()}
     return found
@@ -164,7 +136,7 @@ def _targets(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[Ratio]:
         if case.window == 2:
             exact = case.scores == "exact"
             for name, least in (
-                ("Lookahead", 0.22 if exact else 0.20),
+                ("lookahead", 0.22 if exact else 0.20),
                 (DEFAULT, 0.33 if exact else 0.28),
             ):
                 says = f"gap closed by {name}: {case}"
@@ -180,7 +152,7 @@ def _notes(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[str]:
             cases = [hits[case] for case in hits if case.scores == scores and case.window == window]
             mean = {
                 name: float(np.mean([case[name] for case in cases]))
-                for name in (BASELINE, "Lookahead", "EWMA", DEFAULT, "Adaptive", CEILING)
+                for name in (BASELINE, "lookahead", "ewma", DEFAULT, "adaptive", CEILING)
             }
             gap = mean[CEILING] - mean[BASELINE]
             gains = ", ".join(
@@ -198,9 +170,9 @@ def _notes(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[str]:
 
 def _worst(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> str:
     """Where the adaptive policy and the default lose most."""
-    fixed = [name for name in POLICIES if name != "Adaptive"]
+    fixed = [name for name in ATTENTION_POLICIES if name != "adaptive"]
     regret = {
-        case: max(float(np.mean(each[name])) for name in fixed) - float(np.mean(each["Adaptive"]))
+        case: max(float(np.mean(each[name])) for name in fixed) - float(np.mean(each["adaptive"]))
         for case, each in hits.items()
     }
     below = {

@@ -30,7 +30,7 @@ from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
 DEFAULT_FOR_ATTENTION = Blend
-"""Makes the policy that fetched least for attention; docs/policies.md says how it was chosen."""
+"""Makes the policy that fetched least for attention; docs/attention-policies.md says how it was chosen."""
 
 __all__ = [
     "ARC",

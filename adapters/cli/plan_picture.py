@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from tierstore.errors import ConfigError, MissingExtraError
+from tierstore.adapters.cli.pictures import new_figure, save_figure
 
 if TYPE_CHECKING:
     from tierstore.policies.plan import Plan
@@ -39,23 +39,13 @@ def draw(plan: Plan, path: str) -> None:
 
     MissingExtraError without matplotlib, ConfigError if the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", extra="plot", purpose="drawing a plan") from error
     pictures: dict[str, Amounts] = {"window, mean budgets": plan.windows}
     if plan.budgets is not None:
         pictures["budget, mean budgets"] = plan.budgets
-    figure = Figure(figsize=(8, 2.2 * len(pictures)), layout="constrained")
+    figure = new_figure(8, 2.2 * len(pictures))
     axes = figure.subplots(len(pictures), squeeze=False)[:, 0]
     for axis, (name, values) in zip(axes, pictures.items(), strict=True):
         image = axis.imshow(values.T, aspect="auto", interpolation="nearest")
         axis.set(xlabel="layer", ylabel="KV head", yticks=range(values.shape[1]))
         figure.colorbar(image, ax=axis, label=name)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"plot={path!r}: cannot be written ({error}); choose a name such as plan.png in a "
-            "directory that exists"
-        ) from error
+    save_figure(figure, path)

@@ -76,6 +76,7 @@ def record_trace(
         kv_heads=geometry.kv_heads,
         query_heads=geometry.query_heads,
         head_dim=geometry.head_dim,
+        value_size=geometry.value_size,
         selectable=selectable,
         document=document,
         preset=preset.name,

@@ -37,10 +37,13 @@ def _add_replay(actions: Subparsers) -> None:
     )
     replay.add_argument(
         "--capacity",
-        default="1%,5%,10%",
         metavar="LIST",
-        help="shares of the footprint, or blocks; bytes where the trace has sizes; "
-        "default: 1%%,5%%,10%%",
+        help="of requests: shares of the footprint, or blocks, bytes where the trace has sizes; "
+        "default: 1%%,5%%,10%%. Of attention: budgets, shares of a segment's blocks, or blocks; "
+        "default: x1.5,x2,x3",
+    )
+    replay.add_argument(
+        "--budget", help="of attention: what a step selects, a share of the context or tokens"
     )
     replay.add_argument("--plot", metavar="FILE", help="draw hit ratio over capacity")
     replay.add_argument("--json", metavar="FILE", help="write the numbers to a file")

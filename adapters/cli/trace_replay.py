@@ -1,4 +1,4 @@
-"""What ``tierstore trace replay`` does with a request trace."""
+"""What ``tierstore trace replay`` does, above all with a request trace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from tierstore.adapters.cli import attention_replay
 from tierstore.adapters.cli.json_file import check_target, write_json
-from tierstore.errors import ConfigError, MissingExtraError
+from tierstore.adapters.cli.pictures import new_figure, save_figure
+from tierstore.errors import ConfigError
 from tierstore.policies.replay import POLICIES, Replay, footprint, replay
-from tierstore.sizes import format_size
+from tierstore.sizes import format_size, parse_budget
+from tierstore.traces.attention import KIND, AttentionTrace
+from tierstore.traces.file import kind_of
 from tierstore.traces.readers import read_requests
 
 if TYPE_CHECKING:
     import argparse
 
+    from matplotlib.figure import Figure
+
     from tierstore.traces.requests import RequestTrace
 
 _WIDTH = 110  # columns, where no terminal says how many there are
 _CEILING = "belady"
+_DEFAULT_CAPACITY = "1%,5%,10%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +49,53 @@ class Row:
 
 def run(options: argparse.Namespace) -> None:
     """Check the arguments; then replay and report."""
-    policies = _policies(options.policies)
+    path = Path(options.trace)
+    is_attention = path.is_file() and kind_of(path) == KIND
+    check = attention_replay.checked_names if is_attention else _policies
+    names = check(options.policies)
     if options.json is not None:
         check_target(options.json)
-    if options.plot is not None:
-        _require_matplotlib()
+    figure = None if options.plot is None else new_figure(8, 5)
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    replay_kind = _replay_attention if is_attention else _replay_requests
+    content = replay_kind(options, names, console, figure)
+    if options.json is not None:
+        write_json(options.json, content)
+
+
+def _replay_attention(
+    options: argparse.Namespace, names: list[str], console: Console, figure: Figure | None
+) -> dict[str, object]:
+    trace = AttentionTrace.load(Path(options.trace))
+    if options.budget is not None:
+        trace = trace.with_budget(parse_budget(options.budget))
+    capacity = options.capacity or attention_replay.DEFAULT_CAPACITY
+    rows = attention_replay.rows_of(trace, names, capacity)
+    attention_replay.show(trace, rows, console)
+    if figure is not None:
+        attention_replay.draw(figure, rows, options.plot)
+    return attention_replay.content(trace, rows)
+
+
+def _replay_requests(
+    options: argparse.Namespace, names: list[str], console: Console, figure: Figure | None
+) -> dict[str, object]:
+    if options.budget is not None:
+        raise ConfigError(
+            "--budget: means nothing to a trace of requests, only to one of attention"
+        )
     trace = read_requests(options.trace)
     if not len(trace.blocks):
         raise ConfigError(f"{options.trace}: expected requests for blocks, found none")
-    capacities = [_capacity(text, trace) for text in options.capacity.split(",")]
-    rows = [row for capacity in capacities for row in _rows(trace, policies, capacity)]
-    _print(trace, rows)
-    if options.json is not None:
-        write_json(options.json, _content(trace, rows))
-    if options.plot is not None:
-        _plot(rows, options.plot)
+    texts = (options.capacity or _DEFAULT_CAPACITY).split(",")
+    capacities = [_capacity(text, trace) for text in texts]
+    rows = [row for capacity in capacities for row in _rows(trace, names, capacity)]
+    _print(trace, rows, console)
+    if figure is not None:
+        _draw(figure, rows, options.plot)
+    return _content(trace, rows)
 
 
 def _policies(text: str) -> list[str]:
@@ -101,10 +140,7 @@ def _row(name: str, result: Replay, best: Replay) -> Row:
     )
 
 
-def _print(trace: RequestTrace, rows: list[Row]) -> None:
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+def _print(trace: RequestTrace, rows: list[Row], console: Console) -> None:
     console.print(
         f"{trace.requests:,} requests, {len(trace.blocks):,} accesses to {trace.distinct:,} blocks",
         soft_wrap=True,
@@ -143,26 +179,11 @@ def _content(trace: RequestTrace, rows: list[Row]) -> dict[str, object]:
     }
 
 
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "plot", "--plot") from error
-
-
-def _plot(rows: list[Row], target: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+def _draw(figure: Figure, rows: list[Row], path: str) -> None:
     axes = figure.subplots()
     for name in dict.fromkeys(row.policy for row in rows):
         mine = sorted((row.capacity, row.hit_ratio) for row in rows if row.policy == name)
         axes.plot(*zip(*mine, strict=True), marker="o", markersize=3, label=name)
-    axes.set_xlabel("capacity")
-    axes.set_ylabel("hit ratio")
-    axes.set_xscale("log")
+    axes.set(xlabel="capacity", ylabel="hit ratio", xscale="log")
     axes.legend(fontsize="small", ncols=2)
-    try:
-        figure.savefig(Path(target))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot={target!r}: cannot be written ({error})") from error
+    save_figure(figure, path)

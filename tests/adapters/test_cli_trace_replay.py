@@ -89,7 +89,7 @@ def test_other_files_and_empty_traces_are_refused(
 def test_a_plot_without_matplotlib_names_the_extra(
     trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["trace", "replay", trace, "--plot", "x.png"]) == 2
     assert "tierstore[plot]" in capsys.readouterr().err
 

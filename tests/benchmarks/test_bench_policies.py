@@ -13,6 +13,7 @@ from bench_schema import KEYS
 from tierstore.adapters.cli import main
 from tierstore.benchmarks import policies, policy_cost
 from tierstore.policies import LRU
+from tierstore.policies.attention import ATTENTION_POLICIES
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ def test_every_policy_is_replayed_in_every_window(traces: Path) -> None:
     assert len(hits) == cases
     for name in hits:
         values = findings.measures[name].values
-        assert set(values) == {*policies.POLICIES, "Belady"}
+        assert set(values) == {*ATTENTION_POLICIES, "belady"}
         assert all(len(each) == 2 for each in values.values())
-        best = np.array(values["Belady"])
+        best = np.array(values["belady"])
         assert all((best >= np.array(each)).all() for each in values.values())
         gap = findings.measures[name.replace("hits", "gap closed")].values
-        assert gap["LRU"] == [0.0, 0.0]
-        assert gap["Belady"] == [1.0, 1.0]
+        assert gap["lru"] == [0.0, 0.0]
+        assert gap["belady"] == [1.0, 1.0]
     assert any("time of Blend in a layer" in ratio.says for ratio in findings.ratios)
     assert "Adaptive loses at most" in findings.notes[-1]
 
@@ -56,7 +57,7 @@ def test_a_hit_ratio_is_that_of_the_replay(traces: Path) -> None:
     trace = drifting(1, steps=40, blocks=300).with_budget(1 / 16)
     windows = np.full(trace.segments, 2 * int(trace.counts.max()), np.int64)
     expected = replay(trace, LRU(), windows).hit_ratio(policies.FIRST_STEP)
-    assert hits[case]["LRU"][1] == expected
+    assert hits[case]["lru"][1] == expected
 
 
 def test_a_directory_without_traces_is_refused(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Halves = npt.NDArray[np.float16]
 
-_KIND = "attention"
+KIND = "attention"
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class AttentionTrace:
     def save(self, path: Path) -> None:
         """Write the trace; the file appears whole or not at all."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        write_trace(path, _KIND, self.facts, arrays)
+        write_trace(path, KIND, self.facts, arrays)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a trace. TraceError if the file is none, or its arrays do not fit each other."""
-        facts, arrays = read_trace(path, _KIND)
+        facts, arrays = read_trace(path, KIND)
         fault = _fault(facts, arrays)
         if fault:
             raise TraceError(f"{path}: expected a trace of attention, found {fault}")

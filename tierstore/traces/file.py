@@ -52,6 +52,16 @@ def write_trace(
         unfinished.unlink(missing_ok=True)
 
 
+def kind_of(path: Path) -> str | None:
+    """The kind of trace that a file says it is; None for a file of others."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            header = json.loads(archive[_HEADER].tobytes())
+            return str(header["kind"])
+    except _DAMAGED:
+        return None
+
+
 def read_trace(path: Path, kind: str) -> tuple[dict[str, Any], Arrays]:
     """Facts and arrays of a trace of that kind. TraceError if the file is not one."""
     try:
