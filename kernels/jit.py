@@ -22,6 +22,7 @@ except ImportError:
     counting_free = part = njit
 
 else:
+    _ALLOCATES_NOTHING: dict[str, Any] = {"nogil": True, "_nrt": False}
 
     def njit(function: Function) -> Function:
         """Compiled on first use, cached on disk, and running without the GIL."""
@@ -32,8 +33,8 @@ else:
 
         Counting takes ten times as long as a small function that is given a tuple of arrays.
         """
-        return cast("Function", _njit(cache=True, nogil=True, _nrt=False)(function))
+        return cast("Function", _njit(cache=True, **_ALLOCATES_NOTHING)(function))
 
     def part(function: Function) -> Function:
         """As `counting_free`, and kept on disk only as a part of what calls it."""
-        return cast("Function", _njit(nogil=True, _nrt=False)(function))
+        return cast("Function", _njit(**_ALLOCATES_NOTHING)(function))

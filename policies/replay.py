@@ -87,7 +87,8 @@ class Replay:
         ptr = self.trace.request_ptr
         misses = np.concatenate([[0], np.cumsum(~self.hits)])
         before = np.repeat(misses[ptr[:-1]], np.diff(ptr))
-        return misses[1:] == before
+        unbroken: Flags = misses[1:] == before
+        return unbroken
 
     @property
     def moved(self) -> int:

@@ -56,12 +56,13 @@ def compile_loops(policy: Mapping[str, Any]) -> Loops:
     parts = sorted({__file__, *(function.__code__.co_filename for function in compiled)})
     version = hashlib.sha256(b"".join(Path(part).read_bytes() for part in parts)).hexdigest()[:16]
 
-    def in_file_of_policy(loop: Callable[..., None]) -> Callable[..., None]:
+    def in_file_of_policy(loop: Any) -> Callable[..., None]:
         name = f"{loop.__name__}_{version}"
         code = loop.__code__.replace(co_filename=policy["__file__"], co_name=name, co_qualname=name)
         return counting_free(FunctionType(code, names))
 
-    return Loops(*map(in_file_of_policy, (_request, _touch, _admit, _choose, _remove)))
+    loops = (_request, _touch, _admit, _choose, _remove)
+    return Loops(*(in_file_of_policy(loop) for loop in loops))
 
 
 def _request(q, d, keys, hits):

@@ -220,10 +220,10 @@ def test_a_store_evicts_what_the_reference_does(
 @pytest.mark.parametrize("name", ONLINE)
 def test_a_store_evicts_what_the_reference_does_for_long(name: str) -> None:
     random = np.random.default_rng(0)
-    whats = random.choice(["request", "remove", "pin", "unpin", "ask"], 1200,
+    kinds = random.choice(["request", "remove", "pin", "unpin", "ask"], 1200,
                           p=[0.8, 0.04, 0.06, 0.06, 0.04])  # fmt: skip
     keys = np.minimum(random.zipf(1.3, 1200) - 1 + random.integers(0, 4, 1200), KEYS - 1)
-    script = [Event(str(what), int(key)) for what, key in zip(whats, keys, strict=True)]
+    script = [Event(str(what), int(key)) for what, key in zip(kinds, keys, strict=True)]
     store = Store(MAKERS[name](), 11)
     play(store, REFERENCES[name](11), script)
     assert len(store.evicted) > 100

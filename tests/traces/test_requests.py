@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from tierstore.traces import generators
 from tierstore.traces.file import write_trace
 from tierstore.traces.readers import read_requests
 from tierstore.traces.requests import RequestTrace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MOONCAKE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl"
 PTR = np.array([0, 2, 2, 3])
@@ -166,11 +170,12 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
 
 
 def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
-    for make in (
+    makers: tuple[Callable[[int], RequestTrace], ...] = (
         lambda seed: generators.zipf(500, 90, seed=seed),
         lambda seed: generators.phase_shift(2, 200, 50, 20, seed=seed),
         lambda seed: generators.sessions(60, seed=seed),
-    ):
+    )
+    for make in makers:
         assert same(make(1), make(1))
         assert not same(make(1), make(2))
     assert generators.loop(5, 2).blocks.tolist() == [0, 1, 0, 1, 0]

@@ -41,11 +41,12 @@ def write_trace(
             raise TraceError(f"array {name!r}: expected numbers, found Python objects")
     header = {"format": _FORMAT, "version": VERSION, "kind": kind, "facts": dict(facts)}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    content: dict[str, Any] = {_HEADER: text, **arrays}
+    # Any: numpy's stubs take every name for its option allow_pickle.
+    entries: dict[str, Any] = {_HEADER: text, **arrays}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
-            np.savez_compressed(file, **content)
+            np.savez_compressed(file, **entries)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

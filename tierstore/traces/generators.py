@@ -17,7 +17,8 @@ def zipf(requests: int, blocks: int, skew: float = 1.0, seed: int = 0) -> Reques
 def _zipf(random: np.random.Generator, requests: int, blocks: int, skew: float) -> Hashes:
     mass = np.cumsum(np.arange(1, blocks + 1) ** -skew)
     drawn = np.searchsorted(mass, random.random(requests) * mass[-1], side="right")
-    return drawn.astype(np.uint64)
+    blocks_drawn: Hashes = drawn.astype(np.uint64)
+    return blocks_drawn
 
 
 def phase_shift(

@@ -116,7 +116,7 @@ class RequestTrace:
                 f"{path}: expected arrays request_ptr, blocks and perhaps {', '.join(_OPTIONAL)}; "
                 f"found {', '.join(sorted(arrays))}"
             )
-        return cls(**arrays, facts=facts)  # type: ignore[arg-type]
+        return cls(**arrays, facts=facts)
 
 
 _OPTIONAL = {"sizes": "n", "timestamps": "requests", "categories": "requests"}
