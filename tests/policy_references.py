@@ -461,11 +461,14 @@ class WTinyLFU(Reference):
         if self.counts.get(key, 0) == 15:
             return
         self.counts[key] = self.counts.get(key, 0) + 1
+
+    def _age(self) -> None:
         if sum(self.counts.values()) >= 10 * self.capacity:
             self.counts = {k: count // 2 for k, count in self.counts.items()}
 
     def hit(self, key: int) -> None:
         self._count(key)
+        self._age()
         if key in self.window:
             self.window.remove(key)
             self.window.append(key)
@@ -482,6 +485,7 @@ class WTinyLFU(Reference):
         self.window.append(key)
         while self.weight(self.window) > self.cap_window:
             self.probation.append(self.window.pop(0))
+        self._age()
 
     def evict(self) -> int:
         """As if the new key were in the window already."""

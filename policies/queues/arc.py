@@ -53,6 +53,8 @@ def miss(q, d, k):
 @part
 def insert(q, d, k):
     push(q, d, q.node[k, COUNT], k)
+    # A store does not say that a block missed which its policy never knew.
+    q.head[d, _CAME_FROM] = -1
     capacity = q.head[d, CAPACITY]
     forget_oldest(q, d, _ONCE_GHOSTS, max(0, capacity - weight(q, d, _ONCE)))
     others = weight(q, d, _ONCE) + weight(q, d, _TWICE) + weight(q, d, _ONCE_GHOSTS)

@@ -35,7 +35,7 @@ _SAMPLE = 10
 
 @part
 def _count(q, d, k):
-    """One more use; all counts are halved whenever they come to ten capacities."""
+    """One more use."""
     count = q.node[k, COUNT]
     if count >= _MOST:
         return
@@ -44,12 +44,17 @@ def _count(q, d, k):
         count = 0
     put(q, k, COUNT, count + 1)
     q.head[d, _COUNTS] = q.head[d, _COUNTS] + 1
-    if q.head[d, _COUNTS] >= _SAMPLE * q.head[d, CAPACITY]:
-        _halve(q, d)
 
 
 @part
-def _halve(q, d):
+def _age(q, d):
+    """Halve all counts whenever they come to ten capacities.
+
+    After a miss only when the key is in: before, a store does not say that it missed a block which
+    its policy never knew.
+    """
+    if q.head[d, _COUNTS] < _SAMPLE * q.head[d, CAPACITY]:
+        return
     total = 0
     k = oldest(q, d, _COUNTED)
     while k >= 0:
@@ -70,6 +75,7 @@ def _window(q, d):
 @part
 def hit(q, d, k):
     _count(q, d, k)
+    _age(q, d)
     if q.node[k, PLACE] == _WINDOW:
         move(q, d, _WINDOW, k)
         return
@@ -89,6 +95,7 @@ def insert(q, d, k):
     push(q, d, _WINDOW, k)
     while weight(q, d, _WINDOW) > _window(q, d):
         move(q, d, _PROBATION, oldest(q, d, _WINDOW))
+    _age(q, d)
 
 
 @part

@@ -28,12 +28,15 @@ from tierstore.policies import (
     EwmaUse,
     Lookahead,
     QueueLRU,
+    QueuePolicy,
     Random,
     TwoQueue,
     WTinyLFU,
 )
 from tierstore.testing import PolicyTests, QueuePolicyTests, ReplayTests
 from tierstore.testing.policies import Fact, History
+from tierstore.testing.policy_cache import PolicyCache
+from tierstore.testing.policy_traces import skewed
 
 
 class TestLRU(PolicyTests):
@@ -365,3 +368,22 @@ def test_a_choice_between_no_or_too_many_candidates_is_refused() -> None:
             Adaptive(candidates)
     with pytest.raises(ConfigError, match=r"memory=1, .*: expected at least 1 and 1"):
         Adaptive(memory=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "trace", "capacity"),
+    [(ARC, skewed(579), 5), (WTinyLFU, skewed(38, 250), 6)],
+    ids=["ARC", "W-TinyLFU"],
+)
+def test_a_store_that_misses_what_its_policy_never_knew_decides_as_a_replay_does(
+    policy: type[QueuePolicy], trace: list[int], capacity: int
+) -> None:
+    """The policy hears of the miss only when the block is in, after the eviction.
+
+    (a) ARC went on as after its last miss, which had been a ghost's. (b) W-TinyLFU halved its
+    counts after the eviction, where a replay did so before.
+    """
+    replayed = policy()
+    replayed.start(12, capacity)
+    expected = replayed.request(np.array(trace, np.int32)).tolist()
+    assert PolicyCache(policy(), 12, capacity).run(trace).hits == expected
