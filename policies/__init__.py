@@ -30,7 +30,7 @@ from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
 DEFAULT_FOR_ATTENTION = Blend
-"""Makes the policy that fetched least for attention; docs/attention-policies.md says how it was chosen."""
+"""The policy that fetched least for attention; see docs/attention-policies.md."""
 
 __all__ = [
     "ARC",
