@@ -10,7 +10,6 @@ from tierstore.adapters.documents import read_document
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
-from tierstore.policies.plan import Plan
 from tierstore.sizes import parse_budget, parse_size
 
 if TYPE_CHECKING:
@@ -156,6 +155,8 @@ def _check_tiers(options: argparse.Namespace) -> None:
     if options.fast is None and options.dram is None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
     if options.plan is not None:
+        from tierstore.policies.plan import Plan
+
         Plan.load(options.plan)
     if options.recalibrate is not None and options.recalibrate < 1:
         raise ConfigError(f"recalibrate={options.recalibrate}: expected at least 1 step")

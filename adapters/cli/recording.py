@@ -14,7 +14,6 @@ from tierstore.adapters.cli.screen import waiting
 from tierstore.adapters.generate import check_length, next_logits
 from tierstore.adapters.models import load_model
 from tierstore.adapters.presets import preset_named
-from tierstore.adapters.transformers import attach_engine, geometry_of
 from tierstore.errors import ConfigError
 from tierstore.sizes import parse_budget
 from tierstore.traces.recorder import AttentionRecorder
@@ -67,6 +66,8 @@ def record_trace(
     document: str,
 ) -> AttentionTrace:
     """A trace of `record_steps`, with the facts that tell what it is of."""
+    from tierstore.adapters.transformers import geometry_of
+
     recorder, selectable = record_steps(loaded.model, context, forced, steps, preset)
     geometry = geometry_of(loaded.model)
     return recorder.trace(
@@ -99,6 +100,8 @@ def record_steps(
     Returns what was selected, and the share of its attention that each segment gives to tokens
     that have to be selected.
     """
+    from tierstore.adapters.transformers import attach_engine, geometry_of
+
     geometry = geometry_of(model)
     recorder = AttentionRecorder(geometry.layers)
     token_bytes = (

@@ -41,9 +41,18 @@ def test_a_document_becomes_a_trace(tiny: Path, capsys: pytest.CaptureFixture[st
     assert record("--budget", "10%", "--block-tokens", "2") == 0
     assert "a.trace: 40 steps of 6 segments, " in capsys.readouterr().out
     trace = AttentionTrace.load(tiny / "a.trace")
+    selectable = trace.facts["selectable"]
+    assert len(selectable) == trace.segments
+    assert all(0 < share < 1 for share in selectable)
     assert trace.facts == {
         "model": "tiny",
         "dtype": "float32",
+        "layers": 3,
+        "kv_heads": 2,
+        "query_heads": 4,
+        "head_dim": 16,
+        "value_size": 16,
+        "selectable": selectable,
         "document": "text.txt",
         "preset": "exact",
         "budget": 0.1,
