@@ -116,10 +116,10 @@ def block_bytes(trace: AttentionTrace) -> int | None:
     """Bytes of a block's keys and values, where the trace tells."""
     facts = trace.facts
     dtype = getattr(torch, str(facts.get("dtype")), None)
-    widths = facts.get("head_dim"), facts.get("value_size")
-    if not isinstance(dtype, torch.dtype) or not all(isinstance(width, int) for width in widths):
+    keys, values = facts.get("head_dim"), facts.get("value_size")
+    if not (isinstance(dtype, torch.dtype) and isinstance(keys, int) and isinstance(values, int)):
         return None
-    return sum(widths) * dtype.itemsize * int(facts["block_tokens"])
+    return (keys + values) * dtype.itemsize * int(facts["block_tokens"])
 
 
 def show(trace: AttentionTrace, rows: list[Row], console: Console) -> None:
