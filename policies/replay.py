@@ -103,22 +103,22 @@ def replay(
     capacity: int,
     *,
     leaf_first: bool = True,
-    costs: npt.NDArray[np.float64] | None = None,
 ) -> Replay:
     """Get or insert every block of a trace, in order; ConfigError if the policy is in use.
+
+    The policy hears of the sizes, costs and categories that the trace has, and heeds what it can.
 
     Parameters
     ----------
     capacity: in blocks, or in bytes where the trace has sizes; at least 1.
     leaf_first: touch each request's blocks from the last to the first, so that of a chain the root
         is the most recent and leaves go first; False goes from the root on.
-    costs: float64 [distinct], what bringing back each block costs, for policies that heed it.
     """
     if capacity < 1:
         raise ConfigError(f"capacity={capacity}: expected at least 1")
     order = leaf_first_order(trace.request_ptr) if leaf_first else slice(None)
     keys = trace.keys[order]
-    policy.start(trace.distinct, capacity, _sizes(trace), costs)
+    policy.start(trace.distinct, capacity, _sizes(trace), _costs(trace))
     if policy.needs_future:
         policy.expect(next_uses(keys))
     hits = np.empty(len(keys), np.bool_)
@@ -134,11 +134,12 @@ def footprint(trace: RequestTrace) -> int:
 
 def _sizes(trace: RequestTrace) -> npt.NDArray[np.int64] | None:
     """int64 [distinct], of each key."""
-    if trace.sizes is None:
-        return None
-    sizes = np.empty(trace.distinct, np.int64)
-    sizes[trace.keys] = trace.sizes
-    return sizes
+    return None if trace.sizes is None else trace.of_keys(trace.sizes)
+
+
+def _costs(trace: RequestTrace) -> npt.NDArray[np.float64] | None:
+    """float64 [distinct], of each key."""
+    return None if trace.costs is None else trace.of_keys(trace.costs)
 
 
 def leaf_first_order(request_ptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -44,7 +44,7 @@ def evict(q, d):
 class GDSF(QueuePolicy):
     """Evicts the lowest age + uses x cost / size, where age is the last evicted priority.
 
-    Sizes and costs are those of a replay; in a store all blocks are equal. O(log n) amortised.
+    Sizes and costs are those of a trace; in a store all blocks are equal. O(log n) amortised.
     """
 
     lists = 1

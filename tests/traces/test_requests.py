@@ -27,7 +27,7 @@ BLOCKS = np.array([2**64 - 1, 7, 7], np.uint64)
 
 
 def same(a: RequestTrace, b: RequestTrace) -> bool:
-    names = ("request_ptr", "blocks", "sizes", "timestamps", "categories")
+    names = ("request_ptr", "blocks", "sizes", "timestamps", "categories", "costs")
     pairs = [(getattr(a, name), getattr(b, name)) for name in names]
     return a.facts == b.facts and all(
         (x is None) == (y is None) and (x is None or np.array_equal(x, y)) for x, y in pairs
@@ -42,6 +42,7 @@ def test_a_trace_comes_back(tmp_path: Path) -> None:
         np.array([5, 6, 6]),
         np.array([1, 2, 3]),
         np.array([0, 0, 9]),
+        np.array([0.5, 1.5, 1.5]),
         {"block_tokens": 16},
     )
     for trace in (bare, full):
@@ -64,6 +65,17 @@ def test_a_trace_comes_back(tmp_path: Path) -> None:
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": PTR}, r"sizes: expected int64 \[3\]"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 0, 0])}, "bytes above 0"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 2, 3])}, "one size for each"),
+        (
+            {"request_ptr": PTR, "blocks": BLOCKS, "costs": PTR[1:]},
+            r"costs: expected float64 \[3\]",
+        ),
+        (
+            {"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([1, 0.0, 0])},
+            "above 0, found 0",
+        ),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([np.inf] * 3)}, "found inf"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([1, np.nan, 1])}, "found nan"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([1, 2, 3.0])}, "one cost for"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "timestamps": PTR}, r"timestamps: expected int64"),
     ],
 )
