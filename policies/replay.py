@@ -25,6 +25,7 @@ from tierstore.policies.queues import (
     Belady,
     QueueLRU,
     TwoQueue,
+    WorkloadAware,
     WTinyLFU,
 )
 
@@ -51,6 +52,7 @@ POLICIES: dict[str, Callable[[], QueuePolicy]] = {
     "sieve": SIEVE,
     "s3-fifo": S3FIFO,
     "w-tinylfu": WTinyLFU,
+    "workload": WorkloadAware,
     "belady": Belady,
 }
 """The policies that can be replayed, each with its defaults, by the name that commands take."""
@@ -118,7 +120,7 @@ def replay(
         raise ConfigError(f"capacity={capacity}: expected at least 1")
     order = leaf_first_order(trace.request_ptr) if leaf_first else slice(None)
     keys = trace.keys[order]
-    policy.start(trace.distinct, capacity, _sizes(trace), _costs(trace))
+    policy.start(trace.distinct, capacity, _sizes(trace), _costs(trace), _categories(trace, order))
     if policy.needs_future:
         policy.expect(next_uses(keys))
     hits = np.empty(len(keys), np.bool_)
@@ -140,6 +142,17 @@ def _sizes(trace: RequestTrace) -> npt.NDArray[np.int64] | None:
 def _costs(trace: RequestTrace) -> npt.NDArray[np.float64] | None:
     """float64 [distinct], of each key."""
     return None if trace.costs is None else trace.of_keys(trace.costs)
+
+
+def _categories(
+    trace: RequestTrace, order: npt.NDArray[np.int64] | slice
+) -> npt.NDArray[np.int32] | None:
+    """int32 [n], numbered from 0, of each access in order."""
+    if trace.categories is None:
+        return None
+    numbers = np.unique(trace.categories, return_inverse=True)[1].astype(np.int32)
+    of_accesses: npt.NDArray[np.int32] = np.repeat(numbers, np.diff(trace.request_ptr))[order]
+    return of_accesses
 
 
 def leaf_first_order(request_ptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
