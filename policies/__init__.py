@@ -24,6 +24,7 @@ from tierstore.policies.queues import (
     QueueLRU,
     QueuePolicy,
     TwoQueue,
+    WorkloadAware,
     WTinyLFU,
 )
 from tierstore.policies.random import Random
@@ -61,4 +62,5 @@ __all__ = [
     "RankedPolicy",
     "TwoQueue",
     "WTinyLFU",
+    "WorkloadAware",
 ]

@@ -25,6 +25,7 @@ from tierstore.policies.queues import (
     Belady,
     QueueLRU,
     TwoQueue,
+    WorkloadAware,
     WTinyLFU,
 )
 
@@ -51,6 +52,7 @@ POLICIES: dict[str, Callable[[], QueuePolicy]] = {
     "sieve": SIEVE,
     "s3-fifo": S3FIFO,
     "w-tinylfu": WTinyLFU,
+    "workload": WorkloadAware,
     "belady": Belady,
 }
 """The policies that can be replayed, each with its defaults, by the name that commands take."""
@@ -103,22 +105,22 @@ def replay(
     capacity: int,
     *,
     leaf_first: bool = True,
-    costs: npt.NDArray[np.float64] | None = None,
 ) -> Replay:
     """Get or insert every block of a trace, in order; ConfigError if the policy is in use.
+
+    The policy hears of the sizes, costs and categories that the trace has, and heeds what it can.
 
     Parameters
     ----------
     capacity: in blocks, or in bytes where the trace has sizes; at least 1.
     leaf_first: touch each request's blocks from the last to the first, so that of a chain the root
         is the most recent and leaves go first; False goes from the root on.
-    costs: float64 [distinct], what bringing back each block costs, for policies that heed it.
     """
     if capacity < 1:
         raise ConfigError(f"capacity={capacity}: expected at least 1")
     order = leaf_first_order(trace.request_ptr) if leaf_first else slice(None)
     keys = trace.keys[order]
-    policy.start(trace.distinct, capacity, _sizes(trace), costs)
+    policy.start(trace.distinct, capacity, _sizes(trace), _costs(trace), _categories(trace, order))
     if policy.needs_future:
         policy.expect(next_uses(keys))
     hits = np.empty(len(keys), np.bool_)
@@ -134,11 +136,23 @@ def footprint(trace: RequestTrace) -> int:
 
 def _sizes(trace: RequestTrace) -> npt.NDArray[np.int64] | None:
     """int64 [distinct], of each key."""
-    if trace.sizes is None:
+    return None if trace.sizes is None else trace.of_keys(trace.sizes)
+
+
+def _costs(trace: RequestTrace) -> npt.NDArray[np.float64] | None:
+    """float64 [distinct], of each key."""
+    return None if trace.costs is None else trace.of_keys(trace.costs)
+
+
+def _categories(
+    trace: RequestTrace, order: npt.NDArray[np.int64] | slice
+) -> npt.NDArray[np.int32] | None:
+    """int32 [n], numbered from 0, of each access in order."""
+    if trace.categories is None:
         return None
-    sizes = np.empty(trace.distinct, np.int64)
-    sizes[trace.keys] = trace.sizes
-    return sizes
+    numbers = np.unique(trace.categories, return_inverse=True)[1].astype(np.int32)
+    of_accesses: npt.NDArray[np.int32] = np.repeat(numbers, np.diff(trace.request_ptr))[order]
+    return of_accesses
 
 
 def leaf_first_order(request_ptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -563,6 +563,46 @@ class GDSF(LFUDA):
         return self.age + self.uses[key] * (1.0 / self.size(key))
 
 
+class WorkloadAware(GDSF):
+    """Category i is that of request i; without any, nothing is learned."""
+
+    def __init__(self, *args: object, decay: float = 0.9999) -> None:
+        super().__init__(*args)
+        self.decay = decay
+        self.categories: Sequence[int] = ()
+        self.costs: Sequence[float] = ()
+        self.last: dict[int, int] = {}
+        self.used: dict[int, float] = {}
+        self.reused: dict[int, float] = {}
+
+    def reuse(self, key: int) -> float:
+        if not self.categories:
+            return 1.0
+        category = self.last[key]
+        return min(1.0, (self.reused[category] + 1) / (self.used[category] + 2))
+
+    def worth(self, key: int) -> float:
+        cost = self.costs[key] if self.costs else 1.0
+        return self.age + self.reuse(key) * (self.uses[key] * (cost / self.size(key)))
+
+    def _learn(self, key: int) -> None:
+        if not self.categories:
+            return
+        if key in self.last:
+            self.reused[self.last[key]] += 1
+        category = self.categories[self.now]
+        self.used[category] = self.used.get(category, 0.0) * self.decay + 1
+        self.reused[category] = self.reused.get(category, 0.0) * self.decay
+        self.last[key] = category
+
+    def hit(self, key: int) -> None:
+        self._learn(key)
+        super().hit(key)
+
+    def miss(self, key: int) -> None:
+        self._learn(key)
+
+
 class Belady(Ranked):
     """`expect` says the requests that come."""
 
@@ -602,6 +642,7 @@ REFERENCES: dict[str, Callable[..., Reference]] = {
     "s3-fifo, 2 uses": S3FIFO2,
     "w-tinylfu": WTinyLFU,
     "w-tinylfu, wide": WTinyLFUWide,
+    "workload": WorkloadAware,
     "belady": BeladyBypass,
     "belady, all in": Belady,
 }

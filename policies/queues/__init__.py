@@ -15,6 +15,7 @@ from tierstore.policies.queues.sieve import SIEVE
 from tierstore.policies.queues.slru import SLRU
 from tierstore.policies.queues.tinylfu import WTinyLFU
 from tierstore.policies.queues.two_queue import TwoQueue
+from tierstore.policies.queues.workload import WorkloadAware
 
 __all__ = [
     "ARC",
@@ -33,4 +34,5 @@ __all__ = [
     "QueuePolicy",
     "TwoQueue",
     "WTinyLFU",
+    "WorkloadAware",
 ]

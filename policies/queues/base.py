@@ -69,6 +69,7 @@ class QueuePolicy(EvictionPolicy):
         self._rules = np.array(rules, np.float64)
         self._size = self._future = np.zeros(0, np.int64)
         self._cost = np.zeros(0, np.float64)
+        self._category, self._reuse = _NONE, np.zeros((0, 2))
         self._clock = np.zeros(3, np.int64)
         self._saved, self._saved_keys = _NO_NODES, _NONE
         self._pending: Ids | None = None
@@ -161,7 +162,8 @@ class QueuePolicy(EvictionPolicy):
     def _state(self, able: Ids = _NONE, saved: Ids = _NO_NODES, saved_keys: Ids = _NONE) -> Queues:
         return Queues(
             self._node.array, self._head, self._head.view(np.float64), self._rank.array, self._size,
-            self._cost, able, saved, saved_keys, self._clock, self._future, self._rules,
+            self._cost, able, saved, saved_keys, self._clock, self._future, self._category,
+            self._reuse, self._rules,
         )  # fmt: skip
 
     # In a replay
@@ -172,10 +174,12 @@ class QueuePolicy(EvictionPolicy):
         capacity: int,
         size: npt.NDArray[np.int64] | None = None,
         cost: npt.NDArray[np.float64] | None = None,
+        category: Ids | None = None,
     ) -> None:
         """Begin with nothing, for keys numbered below `keys` and one domain of that capacity.
 
-        size, cost: of each key, where they differ.
+        size, cost: of each key, where they differ. category: of each request, at least 0, all that
+        will come, counted from 0; None if unknown.
         """
         if hasattr(self, "_node"):
             raise ConfigError(f"this {type(self).__name__} is in use: expected a new one")
@@ -184,6 +188,9 @@ class QueuePolicy(EvictionPolicy):
             self._size = size
         if cost is not None:
             self._cost = cost
+        if category is not None:
+            self._category = category
+            self._reuse = np.zeros((int(category.max(initial=-1)) + 1, 2))
         self.on_capacity(np.zeros(1, np.int32), np.array([capacity]))
 
     def expect(self, future: npt.NDArray[np.int64]) -> None:

@@ -15,11 +15,21 @@ drop = heap_drop
 
 
 @part
+def age_of(q, d):
+    """The last evicted priority."""
+    return q.real[d, _AGE]
+
+
+@part
+def worth(q, k):
+    """Uses of a key x cost / size."""
+    return q.node[k, COUNT] * np.true_divide(cost_of(q, k), size_of(q, k))
+
+
+@part
 def _priority(q, d, k):
-    worth = float(q.node[k, COUNT])
-    if q.rules[_USES_SIZES] > 0:
-        worth *= np.true_divide(cost_of(q, k), size_of(q, k))
-    return q.real[d, _AGE] + worth
+    uses_sizes = q.rules[_USES_SIZES] > 0
+    return age_of(q, d) + (worth(q, k) if uses_sizes else float(q.node[k, COUNT]))
 
 
 @part
@@ -44,7 +54,7 @@ def evict(q, d):
 class GDSF(QueuePolicy):
     """Evicts the lowest age + uses x cost / size, where age is the last evicted priority.
 
-    Sizes and costs are those of a replay; in a store all blocks are equal. O(log n) amortised.
+    Sizes and costs are those of a trace; in a store all blocks are equal. O(log n) amortised.
     """
 
     lists = 1

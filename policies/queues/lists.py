@@ -41,8 +41,9 @@ class Queues(NamedTuple):
     empty where each key weighs 1. cost: float64 [keys], or empty where each costs 1. able: int32
     [keys], the search's number where a key may leave, or empty where all may. saved, saved_keys:
     nodes as they were before the search, and whose they are; empty where nothing is taken back.
-    clock: int64 [3]. future: int64 [requests], when the key of each is requested again. rules:
-    float64, the policy's parameters.
+    clock: int64 [3]. future: int64 [requests], when the key of each is requested again. category:
+    int32 [requests], from 0 on, or empty where unknown. reuse: float64 [categories, 2], what was
+    learned of each. rules: float64, the policy's parameters.
     """
 
     node: npt.NDArray[np.int32]
@@ -56,6 +57,8 @@ class Queues(NamedTuple):
     saved_keys: npt.NDArray[np.int32]
     clock: npt.NDArray[np.int64]
     future: npt.NDArray[np.int64]
+    category: npt.NDArray[np.int32]
+    reuse: npt.NDArray[np.float64]
     rules: npt.NDArray[np.float64]
 
 

@@ -59,6 +59,17 @@ def test_every_policy_is_replayed_by_default(trace: str, tmp_path: Path) -> None
     assert {row["share_of_belady"] for row in rows.values()} == {1.0}
 
 
+def test_costs_of_a_trace_decide_who_leaves(tmp_path: Path) -> None:
+    """Of 1 and 2 the older leaves for 3, unless it costs more to bring back."""
+    ptr, blocks = np.arange(5), np.array([1, 2, 3, 1], np.uint64)
+    for costs, hit_ratio in ((None, 0.0), (np.array([5.0, 1, 1, 5]), 0.25)):
+        RequestTrace(ptr, blocks, costs=costs).save(tmp_path / "a.trace")
+        rows = replayed(
+            str(tmp_path / "a.trace"), tmp_path, "--policies", "gdsf", "--capacity", "2"
+        )
+        assert rows["gdsf"]["hit_ratio"] == hit_ratio
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -31,6 +31,7 @@ from tierstore.policies import (
     QueuePolicy,
     Random,
     TwoQueue,
+    WorkloadAware,
     WTinyLFU,
 )
 from tierstore.testing import PolicyTests, QueuePolicyTests, ReplayTests
@@ -170,6 +171,11 @@ class TestS3FIFO(QueuePolicyTests):
 class TestWTinyLFU(QueuePolicyTests):
     def make_policy(self) -> WTinyLFU:
         return WTinyLFU()
+
+
+class TestWorkloadAware(QueuePolicyTests):
+    def make_policy(self) -> WorkloadAware:
+        return WorkloadAware()
 
 
 class TestCLOCKWithManyBits(QueuePolicyTests):

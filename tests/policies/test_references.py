@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_references import REFERENCES, Reference
+from policy_references import WorkloadAware as WorkloadReference
 
 from tierstore.directory import HandleSpace
-from tierstore.errors import PolicyError
+from tierstore.errors import ConfigError, PolicyError
 from tierstore.interfaces import Access, Demand, Ids
 from tierstore.memory import unlimited
-from tierstore.policies import CLOCK, S3FIFO, Belady, QueuePolicy, WTinyLFU
-from tierstore.policies.replay import POLICIES, next_uses
+from tierstore.policies import CLOCK, GDSF, S3FIFO, Belady, QueuePolicy, WorkloadAware, WTinyLFU
+from tierstore.policies.replay import POLICIES, next_uses, replay
+from tierstore.testing.policy_cache import PolicyCache
+from tierstore.traces.requests import RequestTrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +110,107 @@ def test_names_of_keys_do_not_matter(
 ) -> None:
     other = [renamed[key] for key in trace]
     assert hits_of(name, other, capacity) == hits_of(name, trace, capacity)
+
+
+@given(
+    traces,
+    st.integers(1, 40),
+    size_lists,
+    st.lists(st.sampled_from([0.25, 1.0, 1.5, 7.0]), min_size=KEYS, max_size=KEYS),
+    st.lists(st.integers(0, 3), min_size=1, max_size=17),
+    st.sampled_from([0.5, 0.9, 0.9999, 1.0]),
+)
+def test_requests_of_categories_hit_where_the_reference_does(
+    trace: list[int],
+    capacity: int,
+    sizes: list[int],
+    costs: list[float],
+    pattern: list[int],
+    decay: float,
+) -> None:
+    """In two parts, so that what was learned is kept from one to the next."""
+    categories = [pattern[i % len(pattern)] for i in range(len(trace))]
+    reference = WorkloadReference(capacity, dict(enumerate(sizes)), decay=decay)
+    reference.categories, reference.costs = categories, costs
+    policy = WorkloadAware(decay)
+    policy.start(KEYS, capacity, np.array(sizes), np.array(costs), np.array(categories, np.int32))
+    keys, cut = np.array(trace, np.int32), len(trace) // 3
+    hits = [*policy.request(keys[:cut]), *policy.request(keys[cut:])]
+    assert hits == reference.run(trace)
+
+
+def test_long_requests_of_categories_hit_where_the_reference_does() -> None:
+    for seed, capacity in enumerate([3, 7, 10, 15]):
+        random = np.random.default_rng(seed)
+        trace = np.minimum(random.zipf(1.3, 1500) - 1 + random.integers(0, 3, 1500), KEYS - 1)
+        categories = ((trace % 3 > 0) + random.integers(0, 2, 1500)).astype(np.int32)
+        reference = WorkloadReference(capacity, decay=0.99)
+        reference.categories = categories.tolist()
+        policy = WorkloadAware(0.99)
+        policy.start(KEYS, capacity, category=categories)
+        hits = policy.request(trace.astype(np.int32)).tolist()
+        assert hits == reference.run(trace.tolist())
+        assert hits != hits_of("gdsf", trace.tolist(), capacity)
+
+
+@given(traces, st.integers(1, 40), size_lists)
+def test_without_categories_workload_is_gdsf(
+    trace: list[int], capacity: int, sizes: list[int]
+) -> None:
+    """In a store, where it hears of none, see `test_policies`."""
+    assert hits_of("workload", trace, capacity, sizes) == hits_of("gdsf", trace, capacity, sizes)
+
+
+@given(st.lists(st.integers(0, 11), max_size=80), st.integers(1, 7))
+def test_in_a_store_workload_is_gdsf_with_unit_costs(trace: list[int], capacity: int) -> None:
+    runs = [PolicyCache(make(), 12, capacity).run(trace) for make in (WorkloadAware, GDSF)]
+    assert runs[0] == runs[1]
+
+
+def test_a_replay_tells_categories_whatever_their_numbers() -> None:
+    """What calls bring in is never used again, so it leaves before what chats did.
+
+    (a) Chats (-5) use 1 and 2 again and again, calls (10**12) new blocks. (b) A chat brings in 3,
+    calls bring in more than fits. (c) LRU has let go of 3 then, and so has GDSF.
+    """
+    chats = [1, 2] * 10
+    calls = list(range(100, 120))
+    blocks = [block for pair in zip(chats, calls, strict=True) for block in pair]
+    blocks += [3, *range(200, 206), 3]
+    kinds = [-5, 10**12] * 20 + [-5, *[10**12] * 6, -5]
+    trace = RequestTrace(
+        np.arange(len(blocks) + 1), np.array(blocks, np.uint64), categories=np.array(kinds)
+    )
+    last = {name: bool(replay(trace, POLICIES[name](), 6).hits[-1]) for name in POLICIES}
+    assert last["workload"]
+    assert not last["gdsf"]
+    assert not last["lru"]
+
+
+def test_categories_follow_the_order_of_touches() -> None:
+    """Each access has the category of its request, from leaf to root and from root to leaf."""
+    random = np.random.default_rng(3)
+    lengths = random.integers(0, 6, 400)
+    ptr = np.concatenate([[0], np.cumsum(lengths)])
+    blocks = random.integers(0, KEYS, ptr[-1]).astype(np.uint64)
+    kinds = random.integers(0, 3, 400)
+    trace = RequestTrace(ptr, blocks, categories=kinds)
+    for step in (-1, 1):
+        order = [
+            i for first, end in pairwise(ptr.tolist()) for i in list(range(first, end))[::step]
+        ]
+        reference = WorkloadReference(9)
+        reference.categories = [int(np.searchsorted(ptr, i, "right") - 1) for i in order]
+        reference.categories = [int(kinds[request]) for request in reference.categories]
+        expected = reference.run(trace.keys[order].tolist())
+        found = replay(trace, WorkloadAware(), 9, leaf_first=step < 0).hits[order]
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("decay", [0.0, -0.1, 1.1])
+def test_a_decay_that_forgets_all_or_grows_is_refused(decay: float) -> None:
+    with pytest.raises(ConfigError, match=rf"decay={decay}: expected a factor in \(0, 1\]"):
+        WorkloadAware(decay)
 
 
 class Event(NamedTuple):

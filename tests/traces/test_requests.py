@@ -27,7 +27,7 @@ BLOCKS = np.array([2**64 - 1, 7, 7], np.uint64)
 
 
 def same(a: RequestTrace, b: RequestTrace) -> bool:
-    names = ("request_ptr", "blocks", "sizes", "timestamps", "categories")
+    names = ("request_ptr", "blocks", "sizes", "timestamps", "categories", "costs")
     pairs = [(getattr(a, name), getattr(b, name)) for name in names]
     return a.facts == b.facts and all(
         (x is None) == (y is None) and (x is None or np.array_equal(x, y)) for x, y in pairs
@@ -42,6 +42,7 @@ def test_a_trace_comes_back(tmp_path: Path) -> None:
         np.array([5, 6, 6]),
         np.array([1, 2, 3]),
         np.array([0, 0, 9]),
+        np.array([0.5, 1.5, 1.5]),
         {"block_tokens": 16},
     )
     for trace in (bare, full):
@@ -64,6 +65,17 @@ def test_a_trace_comes_back(tmp_path: Path) -> None:
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": PTR}, r"sizes: expected int64 \[3\]"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 0, 0])}, "bytes above 0"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 2, 3])}, "one size for each"),
+        (
+            {"request_ptr": PTR, "blocks": BLOCKS, "costs": PTR[1:]},
+            r"costs: expected float64 \[3\]",
+        ),
+        (
+            {"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([1, 0.0, 0])},
+            "above 0, found 0",
+        ),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([np.inf] * 3)}, "found inf"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([1, np.nan, 1])}, "found nan"),
+        ({"request_ptr": PTR, "blocks": BLOCKS, "costs": np.array([1, 2, 3.0])}, "one cost for"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "timestamps": PTR}, r"timestamps: expected int64"),
     ],
 )
@@ -187,9 +199,38 @@ def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
 def test_sessions_look_like_conversations() -> None:
     """Three quarters of the blocks are used once, and every request begins with the root."""
     trace = generators.sessions()
-    assert 0.7 < (np.bincount(trace.keys) == 1).mean() < 0.82
+    assert 0.74 < (np.bincount(trace.keys) == 1).mean() < 0.78
     assert (trace.blocks[trace.request_ptr[:-1]] == 0).all()
     assert len(trace.blocks) > 30_000
+
+
+def test_calls_in_sessions_are_not_continued_and_chats_are() -> None:
+    """Of a call only the prompt is used again, of most chats much more."""
+    trace = generators.sessions()
+    assert trace.categories is not None
+    kinds, shares = np.unique(trace.categories, return_counts=True)
+    assert kinds.tolist() == [generators.CHAT, generators.CALL]
+    assert 0.3 < shares[1] / trace.requests < 0.4
+    used_once = np.bincount(trace.keys)[trace.keys] == 1
+    category = np.repeat(trace.categories, np.diff(trace.request_ptr))
+    prompts = trace.blocks < 100
+    assert used_once[(category == generators.CALL) & ~prompts].all()
+    assert used_once[(category == generators.CHAT) & ~prompts].mean() < 0.4
+    for calls in (0.0, 1.0):
+        only = generators.sessions(20, calls=calls)
+        assert only.categories is not None
+        assert (only.categories == (generators.CALL if calls else generators.CHAT)).all()
+    with pytest.raises(ConfigError, match=r"calls=1.5: expected a share in \[0, 1\]"):
+        generators.sessions(calls=1.5)
+
+
+def test_reuse_in_sessions_comes_within_minutes() -> None:
+    trace = generators.sessions()
+    assert trace.timestamps is not None
+    when = np.repeat(trace.timestamps, np.diff(trace.request_ptr))
+    order = np.argsort(trace.keys, kind="stable")
+    again = trace.keys[order[1:]] == trace.keys[order[:-1]]
+    assert (np.diff(when[order])[again] < 5 * 60_000).mean() > 0.99
 
 
 def test_a_zipf_trace_has_the_frequencies_of_its_law() -> None:

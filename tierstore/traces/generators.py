@@ -7,6 +7,9 @@ import numpy as np
 from tierstore.errors import ConfigError
 from tierstore.traces.requests import Hashes, RequestTrace
 
+CHAT, CALL = range(2)
+"""Categories of the requests of `sessions`."""
+
 
 def zipf(requests: int, blocks: int, skew: float = 1.0, seed: int = 0) -> RequestTrace:
     """Each request uses one block: the one of rank r with a probability of r ** -skew."""
@@ -51,40 +54,54 @@ def scan(requests: int) -> RequestTrace:
 
 
 def sessions(
-    requests: int = 2_000, concurrent: int = 40, turns: float = 2.0, seed: int = 0
+    requests: int = 2_000,
+    concurrent: int = 40,
+    turns: float = 5.0,
+    calls: float = 0.35,
+    seed: int = 0,
 ) -> RequestTrace:
-    """Conversations that grow from turn to turn, under a few system prompts with a common root.
+    """Conversations that grow from turn to turn, and calls of programs that nobody continues.
 
-    Three quarters of the blocks are used once, and reuse comes soon, as in Mooncake's trace.
+    All begin with one of a few system prompts with a common root. The trace's categories are `CHAT`
+    and `CALL`. Three quarters of the blocks are used once, and reuse comes soon, as in Mooncake's
+    trace.
 
     Parameters
     ----------
     concurrent: conversations that are under way at a time. turns: mean number of a conversation.
+    calls: share of the requests that are calls, in [0, 1].
     """
     _positive(requests=requests, concurrent=concurrent, turns=turns)
+    if not 0 <= calls <= 1:
+        raise ConfigError(f"calls={calls}: expected a share in [0, 1]")
     random = np.random.default_rng(seed)
-    prompts = [[0, *range(1 + 4 * number, 5 + 4 * number)] for number in range(8)]
     fresh = 1_000
     chains: list[list[int]] = [[] for _ in range(concurrent)]
-    category = np.empty(requests, np.int64)
+    categories = np.where(random.random(requests) < calls, CALL, CHAT)
     used: list[list[int]] = []
-    session_of = list(range(concurrent))
-    for request in range(requests):
+    for category in categories.tolist():
+        grown = int(random.geometric(0.08))
+        added = range(fresh, fresh + grown)
+        fresh += grown
+        if category == CALL:
+            used.append([*_prompt(random), *added])
+            continue
         who = int(random.integers(concurrent))
         if not chains[who] or random.random() < 1 / turns:
-            chains[who] = list(prompts[int(random.zipf(1.6)) % len(prompts)])
-            session_of[who] = concurrent + request
-        grown = int(random.geometric(0.08))
-        chains[who] = [*chains[who], *range(fresh, fresh + grown)]
-        fresh += grown
+            chains[who] = _prompt(random)
+        chains[who] += added
         # The last block of a turn is rarely full: the next turn has another one in its place.
         used.append(chains[who])
         chains[who] = chains[who][: -int(random.integers(1, grown + 1))]
-        category[request] = session_of[who]
     ptr = np.cumsum([0, *map(len, used)]).astype(np.int64)
     blocks = np.array([block for chain in used for block in chain], np.uint64)
     times = np.cumsum(random.exponential(300.0, requests)).astype(np.int64)
-    return RequestTrace(ptr, blocks, timestamps=times, categories=category)
+    return RequestTrace(ptr, blocks, timestamps=times, categories=categories)
+
+
+def _prompt(random: np.random.Generator) -> list[int]:
+    number = int(random.zipf(1.6)) % 8
+    return [0, *range(1 + 4 * number, 5 + 4 * number)]
 
 
 def _positive(**values: float) -> None:

@@ -31,6 +31,8 @@ class RequestTrace:
     sizes: int64 [n] > 0, bytes of each block of `blocks`; None where all are equal.
     timestamps: int64 [requests], milliseconds since some start; None if unknown.
     categories: int64 [requests], the kind or session of each request; None if unknown.
+    costs: float64 [n] > 0, what bringing back each block of `blocks` costs, for instance computing
+        it again; None where all are equal.
     facts: what else is known, for instance ``block_tokens``, as JSON can hold it.
     """
 
@@ -39,6 +41,7 @@ class RequestTrace:
     sizes: Integers | None = None
     timestamps: Integers | None = None
     categories: Integers | None = None
+    costs: npt.NDArray[np.float64] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,23 +53,27 @@ class RequestTrace:
                 "request_ptr: expected to rise from 0 to the number of blocks, "
                 f"{len(self.blocks)}; found {ptr[:8].tolist()}..."
             )
-        for name, length in _OPTIONAL.items():
+        for name, (dtype, length) in _OPTIONAL.items():
             array = getattr(self, name)
             if array is not None:
-                _check(name, array, np.int64, len(self.blocks) if length == "n" else len(ptr) - 1)
+                _check(name, array, dtype, len(self.blocks) if length == "n" else len(ptr) - 1)
         if self.sizes is not None:
-            self._check_sizes(self.sizes)
+            if self.sizes.min(initial=1) < 1:
+                raise TraceError(f"sizes: expected bytes above 0, found {self.sizes.min()}")
+            self._check_equal_for_each_block("size", self.sizes)
+        if self.costs is not None:
+            wrong = self.costs[~(np.isfinite(self.costs) & (self.costs > 0))]
+            if len(wrong):
+                raise TraceError(f"costs: expected finite numbers above 0, found {wrong[0]}")
+            self._check_equal_for_each_block("cost", self.costs)
 
-    def _check_sizes(self, sizes: Integers) -> None:
-        if sizes.min(initial=1) < 1:
-            raise TraceError(f"sizes: expected bytes above 0, found {sizes.min()}")
-        of_key = np.empty(self.distinct, np.int64)
-        of_key[self.keys] = sizes
-        changed = np.flatnonzero(of_key[self.keys] != sizes)
+    def _check_equal_for_each_block(self, name: str, values: npt.NDArray[Any]) -> None:
+        expected = self.of_keys(values)[self.keys]
+        changed = np.flatnonzero(expected != values)
         if len(changed):
             raise TraceError(
-                f"sizes: expected one size for each block, found {sizes[changed[0]]} at position "
-                f"{changed[0]} and {of_key[self.keys[changed[0]]]} elsewhere for the same block"
+                f"{name}s: expected one {name} for each block, found {values[changed[0]]} at "
+                f"position {changed[0]} and {expected[changed[0]]} elsewhere for the same block"
             )
 
     @property
@@ -83,6 +90,12 @@ class RequestTrace:
     def distinct(self) -> int:
         """Number of different blocks: the footprint."""
         return len(self._numbered[0])
+
+    def of_keys(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[distinct]: of values [n] that each block has, those of each key."""
+        of_keys = np.empty(self.distinct, values.dtype)
+        of_keys[self.keys] = values
+        return of_keys
 
     @property
     def _numbered(self) -> tuple[Hashes, npt.NDArray[np.int32]]:
@@ -119,7 +132,12 @@ class RequestTrace:
         return cls(**arrays, facts=facts)
 
 
-_OPTIONAL = {"sizes": "n", "timestamps": "requests", "categories": "requests"}
+_OPTIONAL: dict[str, tuple[npt.DTypeLike, str]] = {
+    "sizes": (np.int64, "n"),
+    "timestamps": (np.int64, "requests"),
+    "categories": (np.int64, "requests"),
+    "costs": (np.float64, "n"),
+}
 
 
 def _check(name: str, array: npt.NDArray[Any], dtype: npt.DTypeLike, length: int | None) -> None:
