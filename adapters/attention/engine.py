@@ -37,8 +37,7 @@ class SparseAttention:
     """Keeps the KV cache of a model in tiers and attends to the blocks that matter.
 
     Attention is exact while several new tokens come at once (prefill, a second turn); for a single
-    new
-    token per sequence it is sparse: over sinks, local window and the selected blocks.
+    new token per sequence it is sparse: over sinks, local window and the selected blocks.
 
     One thread at a time.
 
@@ -66,7 +65,7 @@ class SparseAttention:
     plan: how the window, and perhaps the budget, is shared out between layers and heads: a `Plan`,
         or the file of one. Alike by default. Its mean window is then the `window`.
     recalibrate: make the windows' plan anew once, after so many steps, from what they selected; 64
-        to 100 are enough. A third as many before them only warm up.
+        to 100 are enough. A quarter as many before them only warm up.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.

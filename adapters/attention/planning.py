@@ -31,6 +31,9 @@ def live_plan(
 ) -> Plan:
     """Windows by what a run selected so far, at the same total as before; budgets stay.
 
+    Whatever plan was in force, there is a new one: where its total is less than the budgets,
+    rounded up, the new windows are those.
+
     Some tens of steps say less of a head than whole documents do, so that what an old plan knows
     counts as much.
 

@@ -175,6 +175,28 @@ def test_recalibration_keeps_budgets_and_survives_a_new_order_of_sequences() -> 
 
 
 @pytest.mark.parametrize(
+    ("windows", "budgets"),
+    [
+        ([[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]]),
+        ([[1 / 3, 5 / 3], [1, 1]], [[1 / 3, 5 / 3], [1, 1]]),
+        ([[1, 1], [1, 1]], None),
+    ],
+    ids=["less than a budget", "no whole 1/1024", "just the budget"],
+)
+def test_recalibration_goes_on_from_any_plan(
+    windows: list[list[float]], budgets: list[list[float]] | None
+) -> None:
+    shares = None if budgets is None else np.array(budgets)
+    run = Run(plan=Plan(np.array(windows, np.float64), 4, 16, shares), recalibrate=8)
+    run.steps(12)
+    found = run.plan()
+    assert found is not None
+    assert found.facts["recalibrated_after"] == 8
+    np.testing.assert_allclose(found.windows, windows, atol=1 / 1024)
+    run.close()
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"plan": Plan(np.full((3, 2), 2.0), 4, 16)}, "3 layers, 2 KV heads"),
