@@ -15,10 +15,9 @@ from tierstore.adapters.attention.batch import Batch
 from tierstore.adapters.attention.chain import TierFactory, TierStack
 from tierstore.adapters.attention.planning import check_planning, plan_for
 from tierstore.adapters.attention.report import Report, TierReport
-from tierstore.adapters.attention.rules import Rules
+from tierstore.adapters.attention.rules import Rules, filter_for
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
-from tierstore.hysteresis import Hysteresis
 from tierstore.layout import BlockLayout
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import parse_budget
@@ -100,7 +99,7 @@ class SparseAttention:
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
-        filter_ = Hysteresis(system.hysteresis if hysteresis is None else hysteresis)
+        filter_ = filter_for(hysteresis, system, geometry)
         if window is not None and not 1 <= window < math.inf:
             raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
         if tiers is not None and not fast is dram is disk is None:

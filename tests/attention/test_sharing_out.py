@@ -15,12 +15,16 @@ from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import PRESETS, Preset
 from tierstore.adapters.transformers import attach
 from tierstore.errors import ConfigError
+from tierstore.indexers import ExactIndex
+from tierstore.policies import LRU, BlockStats
 from tierstore.policies.plan import Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.interfaces import BlockScores, Ids, Selection
+    from tierstore.kernels.element import Array
+    from tierstore.policies.ranked import Rank
 
 LAYERS, HEADS = 2, 2
 GEOMETRY = Geometry(LAYERS, 4, HEADS, 16, torch.float32, torch.device("cpu"))
@@ -274,11 +278,41 @@ def test_no_published_preset_leaves_anything_out() -> None:
         replace(PRESETS["kvdrive"], hysteresis="much")
 
 
-def test_an_index_without_scores_cannot_be_filtered() -> None:
-    run = Run("full", hysteresis=1.0)
-    with pytest.raises(ConfigError, match="gives no scores to compare"):
-        run.steps(1)
-    run.engine.close()
+@pytest.mark.parametrize("amount", [1.0, "1KiB"])
+def test_an_index_without_scores_cannot_be_filtered(amount: float | str) -> None:
+    for preset in ("full", replace(PRESETS["full"], name="own", hysteresis=amount)):
+        given = {"hysteresis": amount} if preset == "full" else {}
+        with pytest.raises(ConfigError, match="gives no scores to compare"):
+            SparseAttention(GEOMETRY, preset=preset, fast="4MiB", dram="4MiB", **given)  # type: ignore[arg-type]
+    run = Run("full", hysteresis=0.0)
+    run.steps(1)
+    run.close()
+
+
+class ScoresOfTheSelected(ExactIndex):
+    """Says nothing of the blocks that it leaves out."""
+
+    def select(self, query: Array, budgets: Ids) -> Selection:
+        return replace(super().select(query, budgets), everything=None)
+
+
+class OldestOfAll(LRU):
+    """Looks at no scores, not even where blocks were used in the same step."""
+
+    def tie(self, stats: BlockStats) -> Rank:
+        return stats.handles
+
+
+def test_scores_of_what_is_selected_are_enough_to_filter() -> None:
+    """With a policy that looks at none."""
+    all_scores = replace(PRESETS["exact"], policy=OldestOfAll, hysteresis=0.5)
+    whole, few = Run(all_scores), Run(replace(all_scores, index=ScoresOfTheSelected))
+    for ours, theirs in zip(few.steps(30), whole.steps(30), strict=True):
+        assert torch.equal(ours, theirs)
+    assert few.engine.report().filtered_bytes > 0
+    assert few.engine.report() == whole.engine.report()
+    few.close()
+    whole.close()
 
 
 def test_the_report_can_be_written_as_json() -> None:
