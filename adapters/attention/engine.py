@@ -243,6 +243,7 @@ class SparseAttention:
         self._check_open()
         self._batch = None
         self._next_layer = 0
+        self._rules.hysteresis.reset()
         self._stack.clear()
 
     def close(self) -> None:

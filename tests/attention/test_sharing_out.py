@@ -56,6 +56,10 @@ class Run:
     def __init__(self, preset: str | Preset = "kvdrive", seed: int = 0, **options: object) -> None:
         defaults: dict[str, object] = {"budget": BUDGET, "fast": "4MiB", "dram": "4MiB"}
         self.engine = SparseAttention(GEOMETRY, preset=preset, **(defaults | options))  # type: ignore[arg-type]
+        self.begin(seed)
+
+    def begin(self, seed: int) -> None:
+        """A prompt in an engine that holds nothing."""
         self.random = torch.Generator().manual_seed(seed)
         self.drift = torch.randn(LAYERS, 1, 4, 1, 16, generator=self.random)
         for layer in range(LAYERS):
@@ -269,6 +273,23 @@ def test_a_steered_difference_follows_its_target() -> None:
     report = run.engine.report()
     assert 0.5 * target < (report.fetched_bytes - before) / 60 < 1.5 * target
     assert report.hysteresis > 0
+    run.close()
+
+
+@pytest.mark.parametrize("options", [{"hysteresis": "1KiB"}, {"recalibrate": 16}])
+def test_after_a_reset_a_run_is_as_the_first(options: dict[str, object]) -> None:
+    """What was steered, learnt and shared out is forgotten, too."""
+    run = Run(**options)  # type: ignore[arg-type]
+    first, report = run.steps(35), run.engine.report()
+    assert report.hysteresis > 0 or run.plan() is not None
+    run.engine.reset()
+    assert run.engine.report().hysteresis == 0
+    assert run.plan() is None
+    run.begin(0)
+    for ours, theirs in zip(run.steps(35), first, strict=True):
+        assert torch.equal(ours, theirs)
+    assert run.engine.report().fetched_bytes == report.fetched_bytes
+    assert run.engine.report().hysteresis == report.hysteresis
     run.close()
 
 
