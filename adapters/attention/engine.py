@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ import torch
 
 from tierstore import kernels
 from tierstore.adapters.attention.batch import Batch
-from tierstore.adapters.attention.chain import TierFactory, TierStack
-from tierstore.adapters.attention.planning import check_planning, plan_for
+from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
+from tierstore.adapters.attention.planning import check_planning, plan_for, window_for
 from tierstore.adapters.attention.report import Report, TierReport
 from tierstore.adapters.attention.rules import Rules, filter_for
 from tierstore.adapters.presets import Preset, preset_named
@@ -100,42 +99,19 @@ class SparseAttention:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
         filter_ = filter_for(hysteresis, system, geometry)
-        if window is not None and not 1 <= window < math.inf:
-            raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
-        if tiers is not None and not fast is dram is disk is None:
-            raise ConfigError("tiers= replaces fast=, dram= and disk=: give one or the other")
-        if window is not None and tiers is None and fast is None:
-            raise ConfigError(f"window={window}: there is no fast tier: pass fast= or no window=")
-        if (keep or disk_codec is not None) and disk is None:
-            raise ConfigError(
-                f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
-            )
         given = None if plan is None else plan_for(plan, geometry)
-        if given is not None:
-            if window is not None and not math.isclose(window, given.window, rel_tol=0.01):
-                raise ConfigError(
-                    f"window={window}: the plan is for a window of {given.window:.3g} budgets: "
-                    "pass no window=, or another plan"
-                )
-            window = given.window if fast is not None or tiers is not None else None
+        window = window_for(
+            window,
+            given,
+            fallback=system.window if tiers is None else None,
+            has_fast=fast is not None or tiers is not None,
+        )
         self.geometry = geometry
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
         )
-        if tiers is None:
-            stack = TierStack.of_sizes(
-                self.layout,
-                geometry.device,
-                fast=fast,
-                dram=dram,
-                disk=disk,
-                disk_codec=disk_codec,
-                keep=keep,
-            )
-            window = (window or system.window) if fast is not None else None
-        else:
-            stack = TierStack(tiers(self.layout))
-        self._stack = stack
+        sizes = TierSizes(fast, dram, disk, disk_codec, keep)
+        self._stack = stack = stack_for(tiers, sizes, self.layout, geometry.device)
         if len(stack.tiers) == 1:
             window = None
         # An engine that is dropped without close() gives its files back all the same.
