@@ -26,6 +26,10 @@ class Everything(Index):
         self.shape = shape
         self._blocks: Ids = np.empty(0, np.int32)
 
+    @property
+    def gives_scores(self) -> bool:
+        return False
+
     def add_rows(self, segments: Ids) -> None:
         self._blocks = np.concatenate([self._blocks, np.zeros(len(segments), np.int32)])
 

@@ -31,7 +31,8 @@ from tierstore.policies.random import Random
 from tierstore.policies.ranked import BlockStats, RankedPolicy
 
 DEFAULT_FOR_ATTENTION = Blend
-"""The policy that fetched least for attention; see docs/attention-policies.md."""
+"""The policy that fetched least for attention, of every preset that names none; see
+docs/attention-policies.md."""
 
 __all__ = [
     "ARC",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,15 @@ def plan_of(
 
     Parameters
     ----------
-    window: mean capacity of the fast tier, in budgets.
+    window: mean capacity of the fast tier, in budgets; at least 1.
     budget: share of the context (float), or tokens.
     per_head_budgets: share the budget out, too, by the attention mass that heads miss.
 
-    ConfigError where traces do not say what is needed, or are of different models.
+    ConfigError for a window of less, and where traces do not say what is needed or are of different
+    models.
     """
+    if not 1 <= window < math.inf:
+        raise ConfigError(f"window={window}: expected at least 1 budget, for example 2")
     shape, others = _shape(traces)
     shares: Amounts = np.ones(shape[0] * shape[1])
     if per_head_budgets:

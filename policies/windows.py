@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.errors import ConfigError
 from tierstore.policies.knapsack import Choices, greedy
 
 if TYPE_CHECKING:
@@ -41,12 +40,14 @@ def allocate_windows(
     Parameters
     ----------
     misses: float64 [heads, len(WINDOWS)], what each head misses in a step with those windows.
-    window: their mean, in mean budgets; ConfigError unless every head's budget fits.
+    window: their mean, in mean budgets. Where the smallest windows come to more, each head gets
+        its smallest: its budget, rounded up to a 1/1024 of a mean one.
     budgets: float64 [heads], the budget of each in mean budgets; 1 by default.
     """
     budgets = np.ones(len(misses)) if budgets is None else budgets
     costs = np.ceil(np.outer(budgets, WINDOWS) * _UNIT - 1e-9).astype(np.int64)
-    picks = solve(Choices(costs, misses), _limit(window, len(misses)))
+    limit = max(int(costs[:, 0].sum()), _total(window, len(misses)))
+    picks = solve(Choices(costs, misses), limit)
     return costs[np.arange(len(picks)), picks] / _UNIT
 
 
@@ -56,11 +57,9 @@ def allocate_budgets(missed: Amounts, solve: Solve = greedy) -> Amounts:
     missed: float64 [heads, len(BUDGETS)], the mass that each head misses with those budgets.
     """
     costs = np.tile(np.rint(BUDGETS * _UNIT).astype(np.int64), (len(missed), 1))
-    picks = solve(Choices(costs, missed), _limit(1.0, len(missed)))
+    picks = solve(Choices(costs, missed), _total(1.0, len(missed)))
     return BUDGETS[picks]
 
 
-def _limit(mean: float, heads: int) -> int:
-    if not 1 <= mean < math.inf:
-        raise ConfigError(f"window={mean}: expected at least 1 budget, for example 2")
+def _total(mean: float, heads: int) -> int:
     return math.floor(mean * heads * _UNIT + 1e-9)

@@ -30,7 +30,12 @@ class Hysteresis:
     """
 
     def __init__(self, amount: float | str) -> None:
-        self.delta, self.target_bytes = parse_hysteresis(amount)
+        self._first, self.target_bytes = parse_hysteresis(amount)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was fetched: begin with the first difference again."""
+        self.delta = self._first
 
     @property
     def is_on(self) -> bool:

@@ -292,6 +292,11 @@ class Index(ABC):
     Rows are numbered from 0 in the order given to `add_rows`. The engine calls from one thread.
     """
 
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the scores of what it selects tell better blocks from worse; hysteresis asks."""
+        return True
+
     @abstractmethod
     def add_rows(self, segments: Ids) -> None:
         """Empty rows for `segments`, after those there are."""

@@ -17,7 +17,6 @@ from tierstore.adapters.attention.capacity import (
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.planning import live_plan
 from tierstore.arrays import as_array
-from tierstore.errors import ConfigError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
 from tierstore.placement import assign_homes
@@ -318,13 +317,8 @@ class Batch:
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
         partial: torch.Tensor | None = None
-        hysteresis = self.rules.hysteresis
-        if hysteresis.is_on and selection.everything is None:
-            raise ConfigError(
-                f"hysteresis: the index of preset {self.rules.preset.name!r} gives no scores to "
-                "compare: expected hysteresis=0, or another preset"
-            )
-        visits = self.store.visit(selection, layer.segments, hysteresis=hysteresis.delta)
+        delta = self.rules.hysteresis.delta
+        visits = self.store.visit(selection, layer.segments, hysteresis=delta)
         for i, visit in enumerate(visits):
             if visit.is_whole and self.rules.attends_residents:
                 visit = self.store.residents(layer.segments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.codecs import make_codec
 from tierstore.ephemeral import PrivateDirectory
@@ -23,6 +23,16 @@ TierFactory = Callable[["BlockLayout"], "Sequence[Tier]"]
 """Makes the tiers of a stack, fastest first, for a block layout."""
 
 
+class TierSizes(NamedTuple):
+    """The usual tiers as `SparseAttention` is asked for them; None for none."""
+
+    fast: str | int | None
+    dram: str | int | None
+    disk: str | Path | None
+    disk_codec: str | None
+    keep: bool
+
+
 class TierStack:
     """Tiers, fastest first, and the private directory behind the disk tier if there is one."""
 
@@ -31,21 +41,17 @@ class TierStack:
         self._directory = directory
 
     @classmethod
-    def of_sizes(
-        cls,
-        layout: BlockLayout,
-        device: torch.device,
-        *,
-        fast: str | int | None,
-        dram: str | int | None,
-        disk: str | Path | None,
-        disk_codec: str | None,
-        keep: bool,
-    ) -> TierStack:
+    def of_sizes(cls, sizes: TierSizes, layout: BlockLayout, device: torch.device) -> TierStack:
         """The tiers that `fast`, `dram` and `disk` ask for; with a `disk_codec`, disk is coded.
 
-        ConfigError if there is no memory tier, or if the model computes on a GPU and none is fast.
+        ConfigError if there is no memory tier, if the model computes on a GPU and none is fast, or
+        if what is said of the disk has no disk.
         """
+        fast, dram, disk, disk_codec, keep = sizes
+        if (keep or disk_codec is not None) and disk is None:
+            raise ConfigError(
+                f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
+            )
         if fast is None and dram is None:
             raise ConfigError(
                 "no memory tier: expected fast=, dram= or both, for example dram='1GiB' "
@@ -86,3 +92,16 @@ class TierStack:
             tier.close()
         if self._directory is not None:
             self._directory.close()
+
+
+def stack_for(
+    tiers: TierFactory | None, sizes: TierSizes, layout: BlockLayout, device: torch.device
+) -> TierStack:
+    """The stack that a caller makes with `tiers`, or the usual one; ConfigError for both."""
+    if tiers is None:
+        return TierStack.of_sizes(sizes, layout, device)
+    if sizes != TierSizes(None, None, None, None, keep=False):
+        raise ConfigError(
+            "tiers= replaces fast=, dram=, disk=, disk_codec= and keep=: give one or the other"
+        )
+    return TierStack(tiers(layout))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ import torch
 
 from tierstore import kernels
 from tierstore.adapters.attention.batch import Batch
-from tierstore.adapters.attention.chain import TierFactory, TierStack
-from tierstore.adapters.attention.planning import check_planning, plan_for
+from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
+from tierstore.adapters.attention.planning import check_planning, plan_for, window_for
 from tierstore.adapters.attention.report import Report, TierReport
-from tierstore.adapters.attention.rules import Rules
+from tierstore.adapters.attention.rules import Rules, filter_for
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
-from tierstore.hysteresis import Hysteresis
 from tierstore.layout import BlockLayout
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import parse_budget
@@ -37,8 +35,7 @@ class SparseAttention:
     """Keeps the KV cache of a model in tiers and attends to the blocks that matter.
 
     Attention is exact while several new tokens come at once (prefill, a second turn); for a single
-    new
-    token per sequence it is sparse: over sinks, local window and the selected blocks.
+    new token per sequence it is sparse: over sinks, local window and the selected blocks.
 
     One thread at a time.
 
@@ -66,7 +63,7 @@ class SparseAttention:
     plan: how the window, and perhaps the budget, is shared out between layers and heads: a `Plan`,
         or the file of one. Alike by default. Its mean window is then the `window`.
     recalibrate: make the windows' plan anew once, after so many steps, from what they selected; 64
-        to 100 are enough. A third as many before them only warm up.
+        to 100 are enough. A quarter as many before them only warm up.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
@@ -101,43 +98,20 @@ class SparseAttention:
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
-        filter_ = Hysteresis(system.hysteresis if hysteresis is None else hysteresis)
-        if window is not None and not 1 <= window < math.inf:
-            raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
-        if tiers is not None and not fast is dram is disk is None:
-            raise ConfigError("tiers= replaces fast=, dram= and disk=: give one or the other")
-        if window is not None and tiers is None and fast is None:
-            raise ConfigError(f"window={window}: there is no fast tier: pass fast= or no window=")
-        if (keep or disk_codec is not None) and disk is None:
-            raise ConfigError(
-                f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
-            )
+        filter_ = filter_for(hysteresis, system, geometry)
         given = None if plan is None else plan_for(plan, geometry)
-        if given is not None:
-            if window is not None and not math.isclose(window, given.window, rel_tol=0.01):
-                raise ConfigError(
-                    f"window={window}: the plan is for a window of {given.window:.3g} budgets: "
-                    "pass no window=, or another plan"
-                )
-            window = given.window if fast is not None or tiers is not None else None
+        window = window_for(
+            window,
+            given,
+            fallback=system.window if tiers is None else None,
+            has_fast=fast is not None or tiers is not None,
+        )
         self.geometry = geometry
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
         )
-        if tiers is None:
-            stack = TierStack.of_sizes(
-                self.layout,
-                geometry.device,
-                fast=fast,
-                dram=dram,
-                disk=disk,
-                disk_codec=disk_codec,
-                keep=keep,
-            )
-            window = (window or system.window) if fast is not None else None
-        else:
-            stack = TierStack(tiers(self.layout))
-        self._stack = stack
+        sizes = TierSizes(fast, dram, disk, disk_codec, keep)
+        self._stack = stack = stack_for(tiers, sizes, self.layout, geometry.device)
         if len(stack.tiers) == 1:
             window = None
         # An engine that is dropped without close() gives its files back all the same.
@@ -245,6 +219,7 @@ class SparseAttention:
         self._check_open()
         self._batch = None
         self._next_layer = 0
+        self._rules.hysteresis.reset()
         self._stack.clear()
 
     def close(self) -> None:

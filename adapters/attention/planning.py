@@ -1,7 +1,8 @@
-"""Plans made from what a run selected, and the checks of plans that a run is given."""
+"""Plans made from what a run selected, and the checks of windows and plans that it is given."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,36 @@ def plan_for(plan: Plan | str | Path, geometry: Geometry) -> Plan:
     return plan
 
 
+def window_for(
+    window: float | None, plan: Plan | None, *, has_fast: bool, fallback: float | None
+) -> float | None:
+    """Capacity of the fast tier in budgets: as given, as planned, or else `fallback`.
+
+    None without a fast tier. ConfigError for a window that cannot be, or is not the plan's.
+    """
+    if window is not None and not 1 <= window < math.inf:
+        raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
+    if window is not None and not has_fast:
+        raise ConfigError(f"window={window}: there is no fast tier: pass fast= or no window=")
+    if not has_fast:
+        return None
+    if plan is None:
+        return fallback if window is None else window
+    if window is not None and not math.isclose(window, plan.window, rel_tol=0.01):
+        raise ConfigError(
+            f"window={window}: the plan is for a window of {plan.window:.3g} budgets: "
+            "pass no window=, or another plan"
+        )
+    return plan.window
+
+
 def live_plan(
     profile: ReuseProfile, segments: Ids, budgets: Amounts, rules: Rules, old: Plan | None
 ) -> Plan:
     """Windows by what a run selected so far, at the same total as before; budgets stay.
+
+    Whatever plan was in force, there is a new one: where its total is less than the budgets,
+    rounded up, the new windows are those.
 
     Some tens of steps say less of a head than whole documents do, so that what an old plan knows
     counts as much.

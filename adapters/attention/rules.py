@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierstore.errors import ConfigError
+from tierstore.hysteresis import Hysteresis
+from tierstore.indexers import IndexShape
+from tierstore.memory import unlimited
+from tierstore.scratch import Scratch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
-    from tierstore.hysteresis import Hysteresis
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
 
     SelectionListener = Callable[[int, Ids, Selection], None]
     """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
+
+
+def filter_for(amount: float | str | None, preset: Preset, geometry: Geometry) -> Hysteresis:
+    """The fetch filter; ConfigError for one that the preset's index gives nothing to compare."""
+    hysteresis = Hysteresis(preset.hysteresis if amount is None else amount)
+    if not hysteresis.is_on:
+        return hysteresis
+    memory = unlimited()
+    index = preset.index(
+        IndexShape(
+            geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, 1.0, memory,
+            Scratch(memory),
+        )
+    )  # fmt: skip
+    if not index.gives_scores:
+        raise ConfigError(
+            f"hysteresis: the index of preset {preset.name!r} gives no scores to compare: expected "
+            "hysteresis=0, or another preset"
+        )
+    return hysteresis
 
 
 class Rules(NamedTuple):

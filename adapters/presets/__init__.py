@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
 from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
-from tierstore.policies import LRU, Lookahead, Random
+from tierstore.policies import DEFAULT_FOR_ATTENTION, LRU, Lookahead, Random
 from tierstore.sizes import parse_budget
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ class Preset:
 
     Attributes
     ----------
-    index, policy: how to make the index of one layer, and the policy of the fast tier.
+    index: how to make the index of one layer.
+    policy: how to make the policy of the fast tier; `DEFAULT_FOR_ATTENTION` unless the system has
+        one of its own.
     block_tokens: consecutive tokens in a block.
     budget: default share of the context (float) or tokens (int) that each step selects.
     sinks, local: first and most recent tokens, always resident and attended, outside the budget.
@@ -37,7 +39,7 @@ class Preset:
 
     name: str
     index: Callable[[IndexShape], Index]
-    policy: Callable[[], EvictionPolicy]
+    policy: Callable[[], EvictionPolicy] = DEFAULT_FOR_ATTENTION
     block_tokens: int = 4
     budget: float | int = 0.0625
     sinks: int = 4

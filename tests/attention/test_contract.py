@@ -105,6 +105,12 @@ def test_options_without_effect_are_refused(options: dict[str, object], sentence
         SparseAttention(GEOMETRY, dram="1MiB", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("options", [{"fast": "1MiB"}, {"keep": True}, {"disk_codec": "raw"}])
+def test_tiers_of_ones_own_replace_every_other_word_on_them(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="tiers= replaces fast="):
+        SparseAttention(GEOMETRY, tiers=lambda _: [], **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("budget", [0, 7.5, -1])
 def test_a_preset_checks_its_budget(budget: float) -> None:
     with pytest.raises(ConfigError, match=f"budget={budget}"):

@@ -15,12 +15,16 @@ from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import PRESETS, Preset
 from tierstore.adapters.transformers import attach
 from tierstore.errors import ConfigError
+from tierstore.indexers import ExactIndex
+from tierstore.policies import LRU, BlockStats
 from tierstore.policies.plan import Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.interfaces import BlockScores, Ids, Selection
+    from tierstore.kernels.element import Array
+    from tierstore.policies.ranked import Rank
 
 LAYERS, HEADS = 2, 2
 GEOMETRY = Geometry(LAYERS, 4, HEADS, 16, torch.float32, torch.device("cpu"))
@@ -52,6 +56,10 @@ class Run:
     def __init__(self, preset: str | Preset = "kvdrive", seed: int = 0, **options: object) -> None:
         defaults: dict[str, object] = {"budget": BUDGET, "fast": "4MiB", "dram": "4MiB"}
         self.engine = SparseAttention(GEOMETRY, preset=preset, **(defaults | options))  # type: ignore[arg-type]
+        self.begin(seed)
+
+    def begin(self, seed: int) -> None:
+        """A prompt in an engine that holds nothing."""
         self.random = torch.Generator().manual_seed(seed)
         self.drift = torch.randn(LAYERS, 1, 4, 1, 16, generator=self.random)
         for layer in range(LAYERS):
@@ -175,6 +183,28 @@ def test_recalibration_keeps_budgets_and_survives_a_new_order_of_sequences() -> 
 
 
 @pytest.mark.parametrize(
+    ("windows", "budgets"),
+    [
+        ([[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]]),
+        ([[1 / 3, 5 / 3], [1, 1]], [[1 / 3, 5 / 3], [1, 1]]),
+        ([[1, 1], [1, 1]], None),
+    ],
+    ids=["less than a budget", "no whole 1/1024", "just the budget"],
+)
+def test_recalibration_goes_on_from_any_plan(
+    windows: list[list[float]], budgets: list[list[float]] | None
+) -> None:
+    shares = None if budgets is None else np.array(budgets)
+    run = Run(plan=Plan(np.array(windows, np.float64), 4, 16, shares), recalibrate=8)
+    run.steps(12)
+    found = run.plan()
+    assert found is not None
+    assert found.facts["recalibrated_after"] == 8
+    np.testing.assert_allclose(found.windows, windows, atol=1 / 1024)
+    run.close()
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"plan": Plan(np.full((3, 2), 2.0), 4, 16)}, "3 layers, 2 KV heads"),
@@ -246,17 +276,64 @@ def test_a_steered_difference_follows_its_target() -> None:
     run.close()
 
 
+@pytest.mark.parametrize("options", [{"hysteresis": "1KiB"}, {"recalibrate": 16}])
+def test_after_a_reset_a_run_is_as_the_first(options: dict[str, object]) -> None:
+    """What was steered, learnt and shared out is forgotten, too."""
+    run = Run(**options)  # type: ignore[arg-type]
+    first, report = run.steps(35), run.engine.report()
+    assert report.hysteresis > 0 or run.plan() is not None
+    run.engine.reset()
+    assert run.engine.report().hysteresis == 0
+    assert run.plan() is None
+    run.begin(0)
+    for ours, theirs in zip(run.steps(35), first, strict=True):
+        assert torch.equal(ours, theirs)
+    assert run.engine.report().fetched_bytes == report.fetched_bytes
+    assert run.engine.report().hysteresis == report.hysteresis
+    run.close()
+
+
 def test_no_published_preset_leaves_anything_out() -> None:
     assert {preset.hysteresis for preset in PRESETS.values()} == {0.0}
     with pytest.raises(ConfigError, match="hysteresis='much'"):
         replace(PRESETS["kvdrive"], hysteresis="much")
 
 
-def test_an_index_without_scores_cannot_be_filtered() -> None:
-    run = Run("full", hysteresis=1.0)
-    with pytest.raises(ConfigError, match="gives no scores to compare"):
-        run.steps(1)
-    run.engine.close()
+@pytest.mark.parametrize("amount", [1.0, "1KiB"])
+def test_an_index_without_scores_cannot_be_filtered(amount: float | str) -> None:
+    for preset in ("full", replace(PRESETS["full"], name="own", hysteresis=amount)):
+        given = {"hysteresis": amount} if preset == "full" else {}
+        with pytest.raises(ConfigError, match="gives no scores to compare"):
+            SparseAttention(GEOMETRY, preset=preset, fast="4MiB", dram="4MiB", **given)  # type: ignore[arg-type]
+    run = Run("full", hysteresis=0.0)
+    run.steps(1)
+    run.close()
+
+
+class ScoresOfTheSelected(ExactIndex):
+    """Says nothing of the blocks that it leaves out."""
+
+    def select(self, query: Array, budgets: Ids) -> Selection:
+        return replace(super().select(query, budgets), everything=None)
+
+
+class OldestOfAll(LRU):
+    """Looks at no scores, not even where blocks were used in the same step."""
+
+    def tie(self, stats: BlockStats) -> Rank:
+        return stats.handles
+
+
+def test_scores_of_what_is_selected_are_enough_to_filter() -> None:
+    """With a policy that looks at none."""
+    all_scores = replace(PRESETS["exact"], policy=OldestOfAll, hysteresis=0.5)
+    whole, few = Run(all_scores), Run(replace(all_scores, index=ScoresOfTheSelected))
+    for ours, theirs in zip(few.steps(30), whole.steps(30), strict=True):
+        assert torch.equal(ours, theirs)
+    assert few.engine.report().filtered_bytes > 0
+    assert few.engine.report() == whole.engine.report()
+    few.close()
+    whole.close()
 
 
 def test_the_report_can_be_written_as_json() -> None:

@@ -192,9 +192,19 @@ def test_noise_is_followed_in_the_mean() -> None:
     assert 0.8 * 100e3 < median < 1.25 * 100e3
 
 
+def test_after_a_reset_the_difference_begins_again() -> None:
+    hysteresis = Hysteresis("64KiB")
+    for _ in range(3):
+        hysteresis.after_step(10**9)
+    assert hysteresis.delta == 0.75
+    hysteresis.reset()
+    assert hysteresis.delta == 0
+
+
 def test_a_fixed_difference_stays() -> None:
     hysteresis = Hysteresis("1.5")
     hysteresis.after_step(10**9)
+    hysteresis.reset()
     assert (hysteresis.delta, hysteresis.target_bytes, hysteresis.is_on) == (1.5, None, True)
     assert not Hysteresis(0).is_on
     assert Hysteresis("2MiB").is_on

@@ -37,6 +37,18 @@ class Wrong(LRU):
         self._may_raise("on_access")
         super().on_access(access)
 
+    def on_admit(self, handles: Ids, domains: Ids) -> None:
+        self._may_raise("on_admit")
+        super().on_admit(handles, domains)
+
+    def on_evict(self, handles: Ids) -> None:
+        self._may_raise("on_evict")
+        super().on_evict(handles)
+
+    def on_remove(self, handles: Ids) -> None:
+        self._may_raise("on_remove")
+        super().on_remove(handles)
+
     def _may_raise(self, where: str) -> None:
         if self.error is not None and where == self.raises_in:
             raise self.error
@@ -165,6 +177,43 @@ def test_what_is_no_array_of_as_many_handles_is_refused(
 def test_an_exception_of_the_policy_is_its_own_fault(it: Setting, where: str) -> None:
     it.policy.error, it.policy.raises_in = ZeroDivisionError("no blocks"), where
     unchanged_by(it, rf"^Wrong\.{where} raised ZeroDivisionError\('no blocks'\)$", 4)
+
+
+@pytest.mark.parametrize(
+    ("where", "resident"),
+    [("on_evict", {1, 2, 3}), ("on_admit", {1, 2, 3, 4})],
+)
+def test_what_a_policy_is_told_has_happened_even_if_it_raises(
+    it: Setting, where: str, resident: set[int]
+) -> None:
+    """The store goes on: the blocks are where the message says, and their bytes right."""
+    slots, content = it.state()
+    assert {block for block, slot in enumerate(slots[:BLOCKS]) if slot >= 0} == {0, 1, 2, 3}
+    it.policy.error, it.policy.raises_in = ZeroDivisionError("no blocks"), where
+    with pytest.raises(PolicyError, match=rf"^Wrong\.{where} raised ZeroDivisionError"):
+        it.visit(4)
+    slots, after = it.state()
+    assert {block for block, slot in enumerate(slots[:BLOCKS]) if slot >= 0} == resident
+    assert after == content
+    it.store.validate()
+    it.policy.error = None
+    it.visit(4, 5)
+    assert it.state()[1] == content
+
+
+def test_blocks_whose_removal_a_policy_fails_to_hear_of_can_be_removed_again(it: Setting) -> None:
+    """They have left its tier and the tiers above, and are still blocks of their segments."""
+    content = it.state()[1]
+    it.policy.error, it.policy.raises_in = ZeroDivisionError("no blocks"), "on_remove"
+    with pytest.raises(PolicyError, match=r"^Wrong\.on_remove raised ZeroDivisionError"):
+        it.store.truncate(it.segments, 2)
+    slots, after = it.state()
+    assert [slot >= 0 for slot in slots[:BLOCKS]] == [True, True] + [False] * (BLOCKS - 2)
+    assert after == content
+    it.store.validate()
+    it.policy.error = None
+    it.store.truncate(it.segments, 2)
+    assert it.store.space.blocks[it.segments].tolist() == [2, 2]
 
 
 def test_an_error_of_the_library_passes_through(it: Setting) -> None:

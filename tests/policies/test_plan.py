@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,6 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError
 from tierstore.policies.plan import Plan
 from tierstore.policies.windows import WINDOWS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PLAN = Plan(
     np.array([[1.5, 2.0, 2.5], [1.0, 3.0, 2.0]]),
@@ -111,6 +109,17 @@ def test_a_damaged_file_is_refused_or_still_a_plan(content: bytes, at: int) -> N
         except ConfigError:
             return
     assert (plan.windows >= plan.shares - 1e-9).all()
+
+
+def test_the_published_plan_is_one_of_the_demo_model_and_of_no_machine() -> None:
+    path = Path(__file__).parents[2] / "docs" / "results" / "smollm2.plan.json"
+    plan = Plan.load(path)
+    plan.check_model(30, 3, 9, 64)
+    assert plan.window == pytest.approx(2.0, abs=0.01)
+    assert (plan.windows.min(), plan.windows.max()) == (1.25, 3.0)
+    assert plan.budgets is None
+    assert plan.facts["documents"] == ["opticks.txt", "vim.txt", "rustbook.txt"]
+    assert not {"/", "\\"} & set(path.read_text())
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

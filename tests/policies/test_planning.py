@@ -120,5 +120,9 @@ def test_traces_of_two_models_and_traces_without_masses_are_refused() -> None:
         plan_of([], window=2.0, budget=0.1)
     with pytest.raises(ConfigError, match="says nothing of its heads' selectable attention"):
         plan_of([made_up(selectable=None)], window=2.0, budget=0.1, per_head_budgets=True)
+
+
+@pytest.mark.parametrize("window", [0.5, 0.0, np.nan, np.inf])
+def test_less_than_a_budget_is_no_window(window: float) -> None:
     with pytest.raises(ConfigError, match="expected at least 1 budget"):
-        plan_of([made_up()], window=0.5, budget=0.1)
+        plan_of([made_up()], window=window, budget=0.1)

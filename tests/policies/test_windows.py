@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.directory import HandleSpace
-from tierstore.errors import ConfigError
 from tierstore.interfaces import Access
 from tierstore.memory import unlimited
 from tierstore.policies import LRU
-from tierstore.policies.knapsack import exact
+from tierstore.policies.knapsack import exact, greedy
 from tierstore.policies.profile import ReuseProfile
 from tierstore.policies.windows import BUDGETS, WINDOWS, allocate_budgets, allocate_windows
 from tierstore.testing import PolicyTests
@@ -184,7 +183,19 @@ def test_budgets_go_where_mass_is_missed() -> None:
     assert budgets.mean() <= 1
 
 
-@pytest.mark.parametrize("window", [0.5, 0.0, np.nan, np.inf])
-def test_less_than_a_budget_is_no_window(window: float) -> None:
-    with pytest.raises(ConfigError, match="expected at least 1 budget"):
-        allocate_windows(np.zeros((1, len(WINDOWS))), window)
+@pytest.mark.parametrize(
+    ("window", "budgets", "smallest"),
+    [
+        (0.5, [0.5, 0.5], [0.5, 0.5]),
+        (1.0, [1 / 3, 5 / 3], [342 / 1024, 1707 / 1024]),
+        (1 / 64, [1 / 64, 1 / 64], [1 / 64, 1 / 64]),
+    ],
+)
+def test_where_budgets_alone_fill_the_total_each_head_gets_its_own(
+    window: float, budgets: list[float], smallest: list[float]
+) -> None:
+    """Budgets that are no whole 1/1024 come to more than the total when rounded up."""
+    misses = np.stack([5 / WINDOWS, 9 / WINDOWS])
+    for solve in (greedy, exact):
+        found = allocate_windows(misses, window, np.array(budgets), solve)
+        assert found.tolist() == smallest
