@@ -22,12 +22,12 @@ LEAST_MASS = -20.72
 
 
 class ScoreHistory:
-    """Exponentially weighted means of each block's scores; -inf before the first one.
+    """Exponentially weighted means of each block's scores; the least one before the first.
 
     Parameters
     ----------
     alphas: weight of the newest score in each of the means, in (0, 1].
-    low, high: scores outside count as these.
+    low, high: scores outside count as these, and a block without any as `low`.
     """
 
     def __init__(self, alphas: Sequence[float], low: float, high: float) -> None:
@@ -61,8 +61,11 @@ class ScoreHistory:
             histories.blend(space.chunks, space.blocks, segments, self._scores, weight, mean.array)
 
     def mean(self, number: int, handles: Ids) -> Scores:
-        """The mean of that number; -inf for blocks that never had a score."""
-        return _taken(handles, self._means[number])
+        """The mean of that number; the lower bound for blocks that never had a score."""
+        means = _taken(handles, self._means[number])
+        # Not -inf, which no other term of a sum could make up for.
+        np.maximum(means, self._bounds[0], out=means)
+        return means
 
 
 class UseCount:

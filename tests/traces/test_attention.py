@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, TraceError
 from tierstore.layout import BlockLayout, Part
-from tierstore.policies import EWMA, LRFU, LRU, Adaptive, Clairvoyant, EwmaUse, Lookahead
+from tierstore.policies import (
+    EWMA,
+    LRFU,
+    LRU,
+    Adaptive,
+    Blend,
+    Clairvoyant,
+    EwmaUse,
+    Lookahead,
+)
 from tierstore.store import BlockStore
 from tierstore.tiers import PinnedTier
 from tierstore.traces.attention import AttentionTrace
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU, "lookahead": Lookahead, "ewma": EWMA, "use": EwmaUse, "lrfu": LRFU,
-    "adaptive": Adaptive,
+    "adaptive": Adaptive, "blend": Blend,
 }  # fmt: skip
 ARRAYS = ("blocks", "unit_scores", "unit_of", "counts", "ids")
 seeds = st.integers(0, 2**32 - 1)
@@ -127,6 +136,22 @@ def test_a_replay_fetches_what_a_block_store_would(name: str) -> None:
     found = replay(trace, POLICIES[name](), windows(trace, 9))
     assert found.fetched.sum(1).tolist() == _misses_of_a_store(trace, POLICIES[name]())
     np.testing.assert_array_equal(found.selected, trace.counts)
+
+
+@pytest.mark.parametrize(
+    ("policy", "plain"),
+    [(Lookahead, LRU), (EWMA, LRU), (EwmaUse, LRFU), (Blend, lambda: LRFU(0.9)), (Adaptive, LRFU)],
+)
+def test_where_an_index_scores_only_what_it_selects_uses_decide(
+    policy: Callable[[], EvictionPolicy], plain: Callable[[], EvictionPolicy]
+) -> None:
+    trace = drifting(4, steps=100, segments=6, blocks=120, budget=12)
+    selections = [replace(each, everything=None) for each in trace.selections()]
+    hits, least = (
+        replay(trace, make(), windows(trace, 24), selections).hit_ratio(16)
+        for make in (policy, plain)
+    )
+    assert hits >= least - 0.002
 
 
 def _misses_of_a_store(trace: AttentionTrace, policy: EvictionPolicy) -> list[int]:
