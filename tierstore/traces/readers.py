@@ -42,7 +42,7 @@ def read_mooncake(path: Path) -> RequestTrace:
 def _mooncake_request(line: bytes, place: str) -> tuple[list[int], int]:
     try:
         request: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{place}: expected a JSON object, found {error}") from error
     chain = request.get("hash_ids") if isinstance(request, dict) else None
     if not isinstance(chain, list) or not all(_is_count(block, 2 * _MOST) for block in chain):
