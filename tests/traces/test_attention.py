@@ -129,6 +129,27 @@ def test_a_selection_comes_with_its_scores() -> None:
         np.testing.assert_array_equal(everything.unit_scores, trace.unit_scores[step])
 
 
+@given(seeds, st.sampled_from([1, 3]))
+def test_a_block_of_no_unit_is_not_selected(seed: int, per_unit: int) -> None:
+    """Most of them have none, so that a budget may want more than there are."""
+    trace = drifting(seed, per_unit=per_unit)
+    is_known = np.random.default_rng(seed).random(trace.unit_of.shape) < 0.2
+    unit_of = np.where(is_known, trace.unit_of, -1).astype(np.int32)
+    trace = replace(trace, unit_of=unit_of).with_budget(40)
+    for step, segments in enumerate(choice_of(trace)):
+        for segment, ids in enumerate(segments):
+            table = unit_of[segment % len(unit_of), : trace.blocks[step, segment]]
+            assert len(set(ids)) == len(ids) == min(10, np.count_nonzero(table >= 0))
+            assert (table[ids] >= 0).all()
+    assert sum(len(s.ids) for s in trace.selections()) == len(trace.ids)
+
+
+def test_a_selected_block_of_no_unit_has_the_least_score() -> None:
+    trace = replace(drifting(2), unit_of=np.full((1, 40), -1, np.int32))
+    for selection in trace.selections():
+        assert (selection.scores == -np.inf).all()
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_replay_fetches_what_a_block_store_would(name: str) -> None:
     """Layer by layer or all at once, with bytes or without: the same blocks are missed."""
