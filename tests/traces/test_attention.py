@@ -12,7 +12,7 @@ from attention_traces import best, choice_of, drifting, fewest_misses, with_choi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.errors import ConfigError, TraceError
+from tierstore.errors import ConfigError, PolicyError, TraceError
 from tierstore.layout import BlockLayout, Part
 from tierstore.policies import (
     EWMA,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tierstore.interfaces import EvictionPolicy
+    from tierstore.interfaces import Access, EvictionPolicy, Ids, Pointers
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU, "lookahead": Lookahead, "ewma": EWMA, "use": EwmaUse, "lrfu": LRFU,
@@ -223,6 +223,26 @@ def test_no_choice_of_victims_fetches_less_than_the_clairvoyant(seed: int) -> No
     for segment, misses in enumerate(found.fetched.sum(0).tolist()):
         requests = [frozenset(step[segment]) for step in choice]
         assert misses == fewest_misses(requests, 4)
+
+
+def test_a_policy_is_told_how_much_it_may_hold() -> None:
+    told: list[tuple[list[int], list[int]]] = []
+
+    class Listener(LRU):
+        def on_capacity(self, domains: Ids, blocks: Pointers) -> None:
+            told.append((domains.tolist(), blocks.tolist()))
+
+    replay(drifting(3), Listener(), np.array([5, 9, 20]))
+    assert told == [([0, 1, 2], [5, 9, 20])]
+
+
+def test_an_exception_of_a_replayed_policy_is_its_own_fault() -> None:
+    class Wrong(LRU):
+        def on_access(self, access: Access) -> None:
+            raise ZeroDivisionError("no blocks")
+
+    with pytest.raises(PolicyError, match=r"^Wrong\.on_access raised ZeroDivisionError"):
+        replay(drifting(3), Wrong(), windows(drifting(3), 9))
 
 
 def test_each_window_has_its_own_size() -> None:
