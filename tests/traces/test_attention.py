@@ -24,6 +24,8 @@ from tierstore.policies import (
     EwmaUse,
     Lookahead,
 )
+from tierstore.policies.knapsack import Choices
+from tierstore.policies.plan import Plan
 from tierstore.store import BlockStore
 from tierstore.tiers import PinnedTier
 from tierstore.traces.attention import AttentionTrace
@@ -46,6 +48,21 @@ seeds = st.integers(0, 2**32 - 1)
 
 def windows(trace: AttentionTrace, blocks: int) -> np.ndarray:
     return np.full(trace.segments, blocks, np.int64)
+
+
+def test_what_holds_arrays_is_compared_by_identity() -> None:
+    """Comparing field by field would raise, and hashing too."""
+    trace, other = drifting(1), drifting(1)
+    window = np.ones((2, 3))
+    pairs: list[tuple[object, object]] = [
+        (trace, other),
+        (replay(trace, LRU(), windows(trace, 9)), replay(trace, LRU(), windows(trace, 9))),
+        (Plan(window, 6, 64), Plan(window.copy(), 6, 64)),
+        (Choices(np.arange(2)[None], window[:1, :2]), Choices(np.arange(2)[None], window[:1, :2])),
+    ]
+    for one, equal in pairs:
+        assert one != equal
+        assert len({one, equal, one}) == 2
 
 
 @pytest.mark.parametrize("per_unit", [1, 4])

@@ -38,7 +38,7 @@ Halves = npt.NDArray[np.float16]
 KIND = "attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionTrace:
     """The arrays of an attention trace, named as in the file.
 

@@ -29,7 +29,7 @@ _LAYOUT = BlockLayout((Part("nothing", (1,), torch.uint8),))
 """Blocks of one byte: only where they are matters."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Replay:
     """What a window would have served and fetched.
 
