@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,24 +13,18 @@ from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.policy_cost import COSTS, cost_ratios, costs
 from tierstore.benchmarks.rounds import Measure, Ratio
 from tierstore.errors import ConfigError
-from tierstore.policies import Clairvoyant
 from tierstore.policies.attention import ATTENTION_POLICIES, Place
+from tierstore.policies.comparison import BASELINE, CEILING, FIRST_STEP, compare, gap_closed
 from tierstore.traces.attention import AttentionTrace
-from tierstore.traces.attention_replay import Replay, replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tierstore.benchmarks.rounds import Say
-    from tierstore.interfaces import EvictionPolicy
 
 BUDGETS = (1 / 64, 1 / 32, 1 / 16)
 WINDOWS = (1.5, 2.0, 3.0)
-FIRST_STEP = 16
-"""Steps before are not counted: windows begin empty."""
-
-BASELINE, CEILING, DEFAULT = "lru", "belady", "blend"
-
+DEFAULT = "blend"
 
 CONFIGURATIONS = {
     "random": "any block: the floor",
@@ -70,7 +63,7 @@ def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
         )
     hits, facts = hit_ratios(say, paths)
     speed = costs(say, repeat)
-    gaps = {f"gap closed: {case}": _gaps(values) for case, values in hits.items()}
+    gaps = {case: gap for case, values in hits.items() if (gap := _gaps(values)) is not None}
     measures = {f"hits: {case}": Measure("share", values) for case, values in hits.items()}
     return Findings(
         benchmark="policies",
@@ -78,8 +71,8 @@ def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
         baseline=BASELINE,
         settings={"traces": ", ".join(path.stem for path in paths), "from step": FIRST_STEP},
         configurations=CONFIGURATIONS | COSTS,
-        measures=measures | gaps | speed,
-        ratios=[*_targets(hits), *cost_ratios()],
+        measures=measures | {f"gap closed: {case}": gap for case, gap in gaps.items()} | speed,
+        ratios=[*_targets(gaps), *cost_ratios()],
         notes=_notes(hits),
         details={"traces": facts},
     )
@@ -111,28 +104,32 @@ def _replays(trace: AttentionTrace) -> dict[float, dict[str, float]]:
     blocks = int(trace.counts.max())
     found: dict[float, dict[str, float]] = {}
     for window in WINDOWS:
-        sizes = np.full(trace.segments, math.ceil(window * blocks), np.int64)
-        play: Callable[[EvictionPolicy], Replay] = partial(
-            replay, trace, windows=sizes, selections=selections
-        )
-        place = Place(window, blocks)
-        made = {name: make(place) for name, make in ATTENTION_POLICIES.items()}
-        made[CEILING] = Clairvoyant.of(selections)
-        found[window] = {name: play(policy).hit_ratio(FIRST_STEP) for name, policy in made.items()}
+        outcomes = compare(
+            trace, selections, [*ATTENTION_POLICIES, CEILING], Place(window, blocks),
+            math.ceil(window * blocks),
+        )  # fmt: skip
+        found[window] = {name: outcome.hit_ratio for name, outcome in outcomes.items()}
     return found
 
 
-def _gaps(hits: Mapping[str, Sequence[float]]) -> Measure:
-    """(policy - LRU) / (Belady - LRU) for each trace; the baseline would be 0 everywhere."""
-    low, high = (np.array(hits[name]) for name in (BASELINE, CEILING))
-    values = {name: ((np.array(each) - low) / (high - low)).tolist() for name, each in hits.items()}
-    return Measure("share of Belady's gain over LRU", values)
+def _gaps(hits: Mapping[str, Sequence[float]]) -> Measure | None:
+    """What is closed of the gap in each trace that has one; None where no trace has."""
+    ends = list(zip(hits[BASELINE], hits[CEILING], strict=True))
+    values = {
+        name: [
+            closed
+            for each, (low, high) in zip(ratios, ends, strict=True)
+            if (closed := gap_closed(each, low, high)) is not None
+        ]
+        for name, ratios in hits.items()
+    }
+    return Measure("share of Belady's gain over LRU", values) if values[BASELINE] else None
 
 
-def _targets(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[Ratio]:
+def _targets(cases: Iterable[Case]) -> list[Ratio]:
     """What the shares at two budgets should be; Belady's is 1, so a quotient by it is a share."""
     ratios = []
-    for case in hits:
+    for case in cases:
         if case.window == 2:
             exact = case.scores == "exact"
             for name, least in (
@@ -154,16 +151,16 @@ def _notes(hits: Mapping[Case, Mapping[str, Sequence[float]]]) -> list[str]:
                 name: float(np.mean([case[name] for case in cases]))
                 for name in (BASELINE, "lookahead", "ewma", DEFAULT, "adaptive", CEILING)
             }
-            gap = mean[CEILING] - mean[BASELINE]
+            low, high = mean[BASELINE], mean[CEILING]
             gains = ", ".join(
-                f"{name} {100 * (value - mean[BASELINE]):+.2f} points "
-                f"({100 * (value - mean[BASELINE]) / gap:.0f} % of the gap)"
+                f"{name} {100 * (value - low):+.2f} points "
+                f"({100 * (gap_closed(value, low, high) or 0):.0f} % of the gap)"
                 for name, value in mean.items()
                 if name not in (BASELINE, CEILING)
             )
             notes.append(
-                f"{scores}, x{window:g}, mean of traces and budgets: LRU {mean[BASELINE]:.3f}, "
-                f"Belady {mean[CEILING]:.3f}; {gains}"
+                f"{scores}, x{window:g}, mean of traces and budgets: LRU {low:.3f}, "
+                f"Belady {high:.3f}; {gains}"
             )
     return [*notes, _worst(hits)]
 

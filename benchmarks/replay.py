@@ -22,6 +22,7 @@ from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.policies import S3FIFO, Belady
 from tierstore.policies.replay import POLICIES, next_uses
 from tierstore.traces.generators import zipf
+from tierstore.traces.readers import ORACLE_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,7 +36,6 @@ _LIBRARY = "libcachesim"
 _HASHPOWER = 18
 _TARGETS = {"lru": 10.0, "clock": 10.0, "s3-fifo": 4.0, "arc": 4.0, "sieve": 4.0}
 _SPEED, _MISSES = "million requests a second of CPU time", "misses"
-_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next_access", "<i8")])
 _OURS: dict[str, Callable[[], QueuePolicy]] = {
     **POLICIES,
     "s3-fifo": partial(S3FIFO, promote_at=2),
@@ -125,7 +125,7 @@ def _theirs(of_library: str, path: Path, requests: int, capacity: int, number: i
 
 
 def _write(path: Path, keys: npt.NDArray[np.int32], future: npt.NDArray[np.int64]) -> Path:
-    records = np.zeros(len(keys), _RECORD)
+    records = np.zeros(len(keys), ORACLE_RECORD)
     records["time"] = np.arange(len(keys)) // 1000
     records["id"], records["size"] = keys, 1
     records["next_access"] = np.where(future < len(keys), future, -1)

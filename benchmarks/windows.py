@@ -172,7 +172,7 @@ def _late_misses(trace: AttentionTrace, budget: str) -> Amounts:
     """The profile of the steps that count."""
     steps = slice(FIRST - 16, None)
     ends = np.cumsum(trace.counts.sum(1))
-    first = int(ends[FIRST - 17]) if FIRST > 16 else 0
+    first = int(ends[FIRST - 17])
     late = AttentionTrace(
         trace.facts, trace.blocks[steps], trace.unit_scores[steps], trace.unit_of,
         trace.counts[steps], trace.ids[first:],

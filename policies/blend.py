@@ -21,8 +21,9 @@ class Blend(RankedPolicy):
     """Evicts the lowest blend of a fast and a slow mean of log attention mass, and of uses.
 
     The rank is ``share * fast + (1 - share) * slow + weight * log(uses + 0.05)``. A block that
-    mattered over the last steps stays a while, and longer if it did so before. Twelve bytes a
-    block, resident or not, beside those of its last use.
+    mattered over the last steps stays a while, and longer if it did so before; of an index that
+    scores only what it selects, uses alone decide. Twelve bytes a block, resident or not, beside
+    those of its last use.
 
     Parameters
     ----------
@@ -54,6 +55,7 @@ class Blend(RankedPolicy):
         self._uses.bind(space)
 
     def on_access(self, access: Access) -> None:
+        super().on_access(access)
         self._scores.update(access)
         self._uses.update(access)
 
@@ -62,6 +64,3 @@ class Blend(RankedPolicy):
         uses = np.log(self._uses.uses(stats.handles) + _UNUSED)
         rank: Rank = self._share * fast + (1 - self._share) * slow + self._weight * uses
         return rank
-
-    def tie(self, stats: BlockStats) -> Rank:
-        return stats.handles

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
+from tierstore.policies.replay import NEVER, next_uses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access, Selection
-
-NEVER = np.iinfo(np.int64).max
 
 
 class Clairvoyant(RankedPolicy):
@@ -41,10 +40,8 @@ class Clairvoyant(RankedPolicy):
         rows = [np.repeat(np.arange(len(s.row_ptr) - 1), np.diff(s.row_ptr)) for s in selections]
         ids = np.concatenate([s.ids for s in selections]).astype(np.int64)
         keys = np.concatenate(rows) * (ids.max(initial=0) + 1) + ids
-        order = np.argsort(keys, kind="stable")
-        next_use = np.full(len(ids), NEVER, np.int64)
-        is_same = keys[order[1:]] == keys[order[:-1]]
-        next_use[order[:-1][is_same]] = steps[order[1:][is_same]]
+        following = np.minimum(next_uses(keys), len(keys))
+        next_use = np.append(steps, NEVER)[following]
         ends = np.cumsum([len(s.ids) for s in selections])
         return cls(np.split(next_use, ends[:-1]))
 

@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.directory import Column, HandleSpace
-    from tierstore.interfaces import Access, Ids, Scores
+    from tierstore.interfaces import Access, BlockScores, Ids, Scores
 
 
 LEAST_MASS = -20.72
 """Log of an attention mass of 1e-9: what is smaller is nothing."""
 
+_AT_ONCE = 1 << 16
+"""Scores gathered at once, or one row's: the work space is no part of the limit, so it is small."""
+
 
 class ScoreHistory:
-    """Exponentially weighted means of each block's scores; -inf before the first one.
+    """Exponentially weighted means of each block's scores; the least one before the first.
 
     Parameters
     ----------
     alphas: weight of the newest score in each of the means, in (0, 1].
-    low, high: scores outside count as these.
+    low, high: scores outside count as these, and a block without any as `low`.
     """
 
     def __init__(self, alphas: Sequence[float], low: float, high: float) -> None:
@@ -36,7 +39,7 @@ class ScoreHistory:
                 raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
         self._weights = np.array(alphas, np.float32)
         self._bounds = np.float32(low), np.float32(high)
-        self._scores: Scores = np.empty((0, 0), np.float32)
+        self._scores: Scores = np.empty(0, np.float32)
 
     def bind(self, space: HandleSpace) -> None:
         self._space = space
@@ -49,20 +52,31 @@ class ScoreHistory:
             return
         if shift is None:
             shift = np.zeros(len(everything.segments), np.float32)
-        space, segments = self._space, everything.segments
-        shape = (len(segments), everything.unit_of.shape[1])
-        if self._scores.shape != shape:
-            self._scores = np.empty(shape, np.float32)
+        rows, width = len(everything.segments), everything.unit_of.shape[1]
+        together = max(1, _AT_ONCE // max(width, 1))
+        for first in range(0, rows, together):
+            self._blend(everything, shift, slice(first, min(first + together, rows)))
+
+    def _blend(self, everything: BlockScores, shift: Scores, rows: slice) -> None:
+        space, segments = self._space, everything.segments[rows]
+        unit_of = everything.unit_of if len(everything.unit_of) == 1 else everything.unit_of[rows]
+        shape = (len(segments), unit_of.shape[1])
+        if self._scores.size < shape[0] * shape[1]:
+            self._scores = np.empty(shape[0] * shape[1], np.float32)
+        scores = self._scores[: shape[0] * shape[1]].reshape(shape)
         histories.scores_of_blocks(
-            space.blocks, segments, everything.unit_of, everything.unit_scores, shift,
-            *self._bounds, self._scores,
+            space.blocks, segments, unit_of, everything.unit_scores[rows], shift[rows],
+            *self._bounds, scores,
         )  # fmt: skip
         for weight, mean in zip(self._weights, self._means, strict=True):
-            histories.blend(space.chunks, space.blocks, segments, self._scores, weight, mean.array)
+            histories.blend(space.chunks, space.blocks, segments, scores, weight, mean.array)
 
     def mean(self, number: int, handles: Ids) -> Scores:
-        """The mean of that number; -inf for blocks that never had a score."""
-        return _taken(handles, self._means[number])
+        """The mean of that number; the lower bound for blocks that never had a score."""
+        means = _taken(handles, self._means[number])
+        # Not -inf, which no other term of a sum could make up for.
+        np.maximum(means, self._bounds[0], out=means)
+        return means
 
 
 class UseCount:

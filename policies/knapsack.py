@@ -20,7 +20,7 @@ Losses = npt.NDArray[np.float64]
 Picks = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choices:
     """What each item may be given.
 

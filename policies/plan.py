@@ -26,7 +26,7 @@ LEAST = 1 / 64
 _LARGEST = 1e9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Windows and budgets of every layer and KV head of a model.
 

@@ -88,7 +88,8 @@ class BlockStats:
 class RankedPolicy(EvictionPolicy):
     """Evicts the residents of lowest rank; ranks are computed anew whenever room is wanted.
 
-    For domains up to some thousands of blocks, all of them at once.
+    For domains up to some thousands of blocks, all of them at once. PolicyError where a rank or a
+    tie is no array of as many numbers as handles.
     """
 
     def bind(self, space: HandleSpace) -> None:
@@ -120,5 +121,18 @@ class RankedPolicy(EvictionPolicy):
             )
         picks: Ids = np.empty(int(demand.need.sum()), np.int32)
         order: Ids = np.empty(len(stats.handles), np.int32)
-        tables.lowest(self.rank(stats), self.tie(stats), stats.row_ptr, demand.need, order, picks)
+        rank, tie = self._one_each("rank", stats), self._one_each("tie", stats)
+        tables.lowest(rank, tie, stats.row_ptr, demand.need, order, picks)
         return stats.handles[picks]
+
+    def _one_each(self, name: str, stats: BlockStats) -> Rank:
+        """What the method of that name says of each handle; a kernel would read beyond less."""
+        found = getattr(self, name)(stats)
+        count = len(stats.handles)
+        if isinstance(found, np.ndarray) and found.shape == (count,):
+            return found
+        what = f"[{', '.join(map(str, found.shape))}]" if isinstance(found, np.ndarray) else found
+        raise PolicyError(
+            f"{type(self).__name__}.{name} returned {what!s:.99}: expected an array [{count}], one "
+            "number for each of stats.handles"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -162,7 +162,7 @@ def leaf_first_order(request_ptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
     return ends - np.arange(int(request_ptr[-1]))
 
 
-def next_uses(keys: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+def next_uses(keys: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
     """int64 [n]: the position of the next access of the same key; `NEVER` if there is none."""
     order = np.argsort(keys, kind="stable")
     again = keys[order[1:]] == keys[order[:-1]]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tierstore.policies.ranked import RankedPolicy
 
 _SPREAD = np.uint32(0x9E3779B1)
-"""An odd number near 2^32 over the golden ratio: neighbours land far apart."""
+"""2^32 over the golden ratio: products modulo 2^32 of any run of numbers lie evenly."""
 
 
 class Shadows:
@@ -68,9 +68,8 @@ class Shadows:
         rows = row_of[space.owner_segment[access.handles // CHUNK]]
         selected = np.bincount(rows, minlength=len(segments))
         room = np.ceil(self._window * selected / self._every).astype(np.int64)
-        mixed = access.handles.astype(np.uint32) * _SPREAD
-        is_followed = mixed % np.uint32(self._every) == 0
-        handles, rows = access.handles[is_followed], rows[is_followed]
+        chosen = is_followed(access.handles, self._every)
+        handles, rows = access.handles[chosen], rows[chosen]
         self._misses[segments] *= self._memory
         held = self._marks.array[handles]
         for number in range(len(self._policies)):
@@ -101,3 +100,11 @@ class Shadows:
         if short > 0:
             more = np.zeros((short, len(self._policies)))
             self._misses = np.concatenate([self._misses, more])
+
+
+def is_followed(handles: Ids, every: int) -> npt.NDArray[np.bool_]:
+    """Whether a handle is in the sample: one of `every`, in a run of them or 2, 4 or 8 apart."""
+    # Not by the remainder: of an odd multiple, that of a power of two follows each block's number.
+    mixed = handles.astype(np.uint32) * _SPREAD
+    chosen: npt.NDArray[np.bool_] = mixed <= np.uint32(0xFFFFFFFF // every)
+    return chosen

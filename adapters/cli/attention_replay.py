@@ -6,29 +6,23 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from rich.table import Table
 
 from tierstore.adapters.cli.pictures import save_figure
 from tierstore.errors import ConfigError
-from tierstore.policies import Clairvoyant
 from tierstore.policies.attention import ATTENTION_POLICIES, Place
+from tierstore.policies.comparison import BASELINE, CEILING, compare, gap_closed
 from tierstore.sizes import format_size
-from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from tierstore.interfaces import EvictionPolicy, Selection
     from tierstore.traces.attention import AttentionTrace
 
 DEFAULT_CAPACITY = "x1.5,x2,x3"
-CEILING, BASELINE = "belady", "lru"
 NAMES = (*ATTENTION_POLICIES, CEILING)
-_FIRST_STEP = 16
-"""Windows begin empty: the steps before are not counted, where there are that many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +58,14 @@ def rows_of(trace: AttentionTrace, names: list[str], capacity: str) -> list[Row]
     rows = []
     for text in capacity.split(","):
         place = _place(text, trace, budget)
-        sizes = np.full(trace.segments, place.blocks, np.int64)
-        at = Place(place.window, budget)
-        policies: dict[str, EvictionPolicy] = {CEILING: Clairvoyant.of(selections)}
-        for name in {BASELINE, *names} - {CEILING}:
-            policies[name] = ATTENTION_POLICIES[name](at)
-        results = {
-            name: _result(trace, policy, sizes, selections) for name, policy in policies.items()
-        }
-        low, high = results[BASELINE][0], results[CEILING][0]
+        wanted = dict.fromkeys((BASELINE, CEILING, *names))
+        outcomes = compare(trace, selections, wanted, Place(place.window, budget), place.blocks)
+        low, high = outcomes[BASELINE].hit_ratio, outcomes[CEILING].hit_ratio
         for name in names:
-            hits, moved = results[name]
-            closed = (hits - low) / (high - low) if high > low else None
+            hits, moved = outcomes[name]
+            closed = gap_closed(hits, low, high)
             rows.append(Row(name, place.window, place.blocks, hits, moved, closed))
     return rows
-
-
-def _result(
-    trace: AttentionTrace,
-    policy: EvictionPolicy,
-    sizes: np.ndarray[tuple[int], np.dtype[np.int64]],
-    selections: list[Selection],
-) -> tuple[float, float]:
-    """Hit ratio, and blocks fetched in a step."""
-    result = replay(trace, policy, sizes, selections)
-    first = min(_FIRST_STEP, trace.steps - 1)
-    return result.hit_ratio(first), float(result.fetched[first:].sum(1).mean())
 
 
 def _place(text: str, trace: AttentionTrace, budget: int) -> Place:

@@ -14,6 +14,7 @@ from tierstore.adapters.cli import main
 from tierstore.benchmarks import policies, policy_cost
 from tierstore.policies import LRU
 from tierstore.policies.attention import ATTENTION_POLICIES
+from tierstore.policies.comparison import FIRST_STEP
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
@@ -56,8 +57,21 @@ def test_a_hit_ratio_is_that_of_the_replay(traces: Path) -> None:
     case = policies.Case("exact", 1 / 16, 2.0)
     trace = drifting(1, steps=40, blocks=300).with_budget(1 / 16)
     windows = np.full(trace.segments, 2 * int(trace.counts.max()), np.int64)
-    expected = replay(trace, LRU(), windows).hit_ratio(policies.FIRST_STEP)
+    expected = replay(trace, LRU(), windows).hit_ratio(FIRST_STEP)
     assert hits[case]["lru"][1] == expected
+
+
+def test_a_trace_without_a_gap_has_no_share_of_it(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that hold everything: what every policy fetches is the first use of each block."""
+    monkeypatch.setattr(policies, "WINDOWS", (2.0, 1000.0))
+    findings = policies.run(lambda _: None, traces=str(traces), repeat=1)
+    gaps = [name for name in findings.measures if name.startswith("gap closed")]
+    assert len(gaps) == len(policies.BUDGETS)
+    assert not any("x1000" in ratio.says for ratio in findings.ratios)
+    assert "blend +0.00 points (0 % of the gap)" in findings.notes[1]
+    findings.to_dict()
 
 
 def test_a_directory_without_traces_is_refused(

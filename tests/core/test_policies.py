@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from tierstore.directory import HandleSpace
 from tierstore.errors import ConfigError
 from tierstore.interfaces import Access, BlockScores
+from tierstore.memory import unlimited
 from tierstore.policies import (
     ARC,
     CLOCK,
@@ -34,6 +38,7 @@ from tierstore.policies import (
     WorkloadAware,
     WTinyLFU,
 )
+from tierstore.policies.history import ScoreHistory
 from tierstore.testing import PolicyTests, QueuePolicyTests, ReplayTests
 from tierstore.testing.policies import Fact, History
 from tierstore.testing.policy_cache import PolicyCache
@@ -393,3 +398,33 @@ def test_a_store_that_misses_what_its_policy_never_knew_decides_as_a_replay_does
     replayed.start(12, capacity)
     expected = replayed.request(np.array(trace, np.int32)).tolist()
     assert PolicyCache(policy(), 12, capacity).run(trace).hits == expected
+
+
+@pytest.mark.parametrize("tables", [1, 16])
+def test_scores_of_many_rows_are_gathered_in_little_memory(tables: int) -> None:
+    """A few rows at a time, for the work space is no part of the limit."""
+    rows, blocks = 16, 20_000
+    space, past = HandleSpace(unlimited()), ScoreHistory([0.5], -9.0, np.inf)
+    past.bind(space)
+    segments = space.open(rows)
+    handles = space.extend(segments, blocks)
+    random = np.random.default_rng(5)
+    units = random.integers(0, 50, (tables, blocks)).astype(np.int32)
+    scores = random.normal(size=(rows, 50)).astype(np.float32)
+    shift = random.normal(size=rows).astype(np.float32)
+    none = np.empty(0, np.int32)
+    step = Access(
+        np.zeros(rows + 1, np.int64), none, none.astype(np.float32), 1,
+        BlockScores(scores, units, segments),
+    )  # fmt: skip
+    past.update(step, shift)
+    expected = (scores - shift[:, None])[np.arange(rows)[:, None], units]
+    np.testing.assert_array_equal(past.mean(0, handles.ravel()), expected.ravel())
+
+    fresh = ScoreHistory([0.5], -9.0, np.inf)
+    fresh.bind(space)
+    tracemalloc.start()
+    fresh.update(step, shift)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * rows * blocks / 3

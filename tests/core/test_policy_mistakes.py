@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tierstore.policies.ranked import Rank
+
 WINDOW, BLOCKS = 4, 9
 
 
@@ -171,6 +173,34 @@ def test_what_is_no_array_of_as_many_handles_is_refused(
 ) -> None:
     it.policy.answer = answer
     unchanged_by(it, rf"^Wrong\.victims returned {found}: expected int32 \[2\]", 4)
+
+
+@pytest.mark.parametrize("name", ["rank", "tie"])
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda right: right[:-1], r"\[5\]"),
+        (lambda right: np.append(right, right), r"\[12\]"),
+        (lambda right: right[:, None], r"\[6, 1\]"),
+        (lambda right: np.float64(3), "3.0"),
+        (lambda right: None, "None"),
+    ],
+    ids=["too few", "too many", "of another shape", "a number", "nothing"],
+)
+def test_what_is_not_one_rank_for_each_handle_is_refused(
+    it: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    answer: Callable[[Rank], object],
+    found: str,
+) -> None:
+    right = getattr(it.policy, name)
+    monkeypatch.setattr(it.policy, name, lambda stats: answer(right(stats)))
+    before = it.state()
+    with pytest.raises(PolicyError, match=rf"^Wrong\.{name} returned {found}: expected .* \[6\]"):
+        it.visit(3, 4)
+    assert it.state() == before
+    it.store.validate()
 
 
 @pytest.mark.parametrize("where", ["victims", "on_access"])

@@ -9,6 +9,7 @@ import pytest
 from attention_traces import with_choice
 
 from tierstore.policies import LRFU, LRU, Adaptive, Blend, EwmaUse, Lookahead
+from tierstore.policies.shadows import is_followed
 from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.attention_replay import replay
 
@@ -93,6 +94,18 @@ def test_adaptive_is_as_good_as_the_best(story: str) -> None:
     assert ranking[0] == winner
     assert hits[winner] > hits[ranking[-1]] + 0.03
     assert adaptive >= hits[winner] - 0.003
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 8])
+def test_the_sample_is_fair_to_runs_and_to_rhythms(every: int) -> None:
+    """Of blocks a stride apart, as heads and layers may use them, as many are followed."""
+    handles = np.arange(50_000, 50_000 + 2**14, dtype=np.int32)
+    for stride in (1, 2, 3, 4, 8, 16):
+        for start in range(stride):
+            chosen = is_followed(handles[start::stride], every)
+            assert chosen.mean() == pytest.approx(1 / every, rel=0.06)
+    runs = is_followed(handles, every).reshape(-1, 64).sum(1)
+    assert (np.abs(runs - 64 / every) <= 3).all()
 
 
 def test_each_segment_follows_its_own_winner() -> None:

@@ -12,9 +12,20 @@ from attention_traces import best, choice_of, drifting, fewest_misses, with_choi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.errors import ConfigError, TraceError
+from tierstore.errors import ConfigError, PolicyError, TraceError
 from tierstore.layout import BlockLayout, Part
-from tierstore.policies import EWMA, LRFU, LRU, Adaptive, Clairvoyant, EwmaUse, Lookahead
+from tierstore.policies import (
+    EWMA,
+    LRFU,
+    LRU,
+    Adaptive,
+    Blend,
+    Clairvoyant,
+    EwmaUse,
+    Lookahead,
+)
+from tierstore.policies.knapsack import Choices
+from tierstore.policies.plan import Plan
 from tierstore.store import BlockStore
 from tierstore.tiers import PinnedTier
 from tierstore.traces.attention import AttentionTrace
@@ -25,11 +36,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tierstore.interfaces import EvictionPolicy
+    from tierstore.interfaces import Access, EvictionPolicy, Ids, Pointers
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU, "lookahead": Lookahead, "ewma": EWMA, "use": EwmaUse, "lrfu": LRFU,
-    "adaptive": Adaptive,
+    "adaptive": Adaptive, "blend": Blend,
 }  # fmt: skip
 ARRAYS = ("blocks", "unit_scores", "unit_of", "counts", "ids")
 seeds = st.integers(0, 2**32 - 1)
@@ -37,6 +48,21 @@ seeds = st.integers(0, 2**32 - 1)
 
 def windows(trace: AttentionTrace, blocks: int) -> np.ndarray:
     return np.full(trace.segments, blocks, np.int64)
+
+
+def test_what_holds_arrays_is_compared_by_identity() -> None:
+    """Comparing field by field would raise, and hashing too."""
+    trace, other = drifting(1), drifting(1)
+    window = np.ones((2, 3))
+    pairs: list[tuple[object, object]] = [
+        (trace, other),
+        (replay(trace, LRU(), windows(trace, 9)), replay(trace, LRU(), windows(trace, 9))),
+        (Plan(window, 6, 64), Plan(window.copy(), 6, 64)),
+        (Choices(np.arange(2)[None], window[:1, :2]), Choices(np.arange(2)[None], window[:1, :2])),
+    ]
+    for one, equal in pairs:
+        assert one != equal
+        assert len({one, equal, one}) == 2
 
 
 @pytest.mark.parametrize("per_unit", [1, 4])
@@ -120,6 +146,27 @@ def test_a_selection_comes_with_its_scores() -> None:
         np.testing.assert_array_equal(everything.unit_scores, trace.unit_scores[step])
 
 
+@given(seeds, st.sampled_from([1, 3]))
+def test_a_block_of_no_unit_is_not_selected(seed: int, per_unit: int) -> None:
+    """Most of them have none, so that a budget may want more than there are."""
+    trace = drifting(seed, per_unit=per_unit)
+    is_known = np.random.default_rng(seed).random(trace.unit_of.shape) < 0.2
+    unit_of = np.where(is_known, trace.unit_of, -1).astype(np.int32)
+    trace = replace(trace, unit_of=unit_of).with_budget(40)
+    for step, segments in enumerate(choice_of(trace)):
+        for segment, ids in enumerate(segments):
+            table = unit_of[segment % len(unit_of), : trace.blocks[step, segment]]
+            assert len(set(ids)) == len(ids) == min(10, np.count_nonzero(table >= 0))
+            assert (table[ids] >= 0).all()
+    assert sum(len(s.ids) for s in trace.selections()) == len(trace.ids)
+
+
+def test_a_selected_block_of_no_unit_has_the_least_score() -> None:
+    trace = replace(drifting(2), unit_of=np.full((1, 40), -1, np.int32))
+    for selection in trace.selections():
+        assert (selection.scores == -np.inf).all()
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_replay_fetches_what_a_block_store_would(name: str) -> None:
     """Layer by layer or all at once, with bytes or without: the same blocks are missed."""
@@ -127,6 +174,22 @@ def test_a_replay_fetches_what_a_block_store_would(name: str) -> None:
     found = replay(trace, POLICIES[name](), windows(trace, 9))
     assert found.fetched.sum(1).tolist() == _misses_of_a_store(trace, POLICIES[name]())
     np.testing.assert_array_equal(found.selected, trace.counts)
+
+
+@pytest.mark.parametrize(
+    ("policy", "plain"),
+    [(Lookahead, LRU), (EWMA, LRU), (EwmaUse, LRFU), (Blend, lambda: LRFU(0.9)), (Adaptive, LRFU)],
+)
+def test_where_an_index_scores_only_what_it_selects_uses_decide(
+    policy: Callable[[], EvictionPolicy], plain: Callable[[], EvictionPolicy]
+) -> None:
+    trace = drifting(4, steps=100, segments=6, blocks=120, budget=12)
+    selections = [replace(each, everything=None) for each in trace.selections()]
+    hits, least = (
+        replay(trace, make(), windows(trace, 24), selections).hit_ratio(16)
+        for make in (policy, plain)
+    )
+    assert hits >= least - 0.002
 
 
 def _misses_of_a_store(trace: AttentionTrace, policy: EvictionPolicy) -> list[int]:
@@ -177,6 +240,26 @@ def test_no_choice_of_victims_fetches_less_than_the_clairvoyant(seed: int) -> No
     for segment, misses in enumerate(found.fetched.sum(0).tolist()):
         requests = [frozenset(step[segment]) for step in choice]
         assert misses == fewest_misses(requests, 4)
+
+
+def test_a_policy_is_told_how_much_it_may_hold() -> None:
+    told: list[tuple[list[int], list[int]]] = []
+
+    class Listener(LRU):
+        def on_capacity(self, domains: Ids, blocks: Pointers) -> None:
+            told.append((domains.tolist(), blocks.tolist()))
+
+    replay(drifting(3), Listener(), np.array([5, 9, 20]))
+    assert told == [([0, 1, 2], [5, 9, 20])]
+
+
+def test_an_exception_of_a_replayed_policy_is_its_own_fault() -> None:
+    class Wrong(LRU):
+        def on_access(self, access: Access) -> None:
+            raise ZeroDivisionError("no blocks")
+
+    with pytest.raises(PolicyError, match=r"^Wrong\.on_access raised ZeroDivisionError"):
+        replay(drifting(3), Wrong(), windows(drifting(3), 9))
 
 
 def test_each_window_has_its_own_size() -> None:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import zipfile
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from tierstore.errors import TraceError
 from tierstore.traces import file as trace_file
-from tierstore.traces.file import read_trace, write_trace
+from tierstore.traces.attention import AttentionTrace
+from tierstore.traces.file import kind_of, read_trace, write_trace
+from tierstore.traces.requests import RequestTrace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,6 +69,84 @@ def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(TraceError):
             read_trace(path, "requests")
+
+
+HEADER = {"format": "tierstore-trace", "version": 1}
+
+
+@pytest.mark.parametrize("facts", [{}, {"facts": []}, {"facts": None}, {"facts": "no"}])
+def test_facts_are_a_dictionary(tmp_path: Path, facts: dict[str, Any]) -> None:
+    path = tmp_path / "a.trace"
+    for trace, kind in ((RequestTrace, "requests"), (AttentionTrace, "attention")):
+        header = json.dumps(HEADER | {"kind": kind} | facts).encode()
+        arrays = {"request_ptr": np.zeros(1, np.int64), "blocks": np.zeros(0, np.uint64)}
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, header=np.frombuffer(header, np.uint8), **arrays)
+        assert kind_of(path) == kind
+        with pytest.raises(TraceError, match="expected facts by name, found"):
+            trace.load(path)
+
+
+@pytest.mark.parametrize("header", [b"[" * 200_000, b"[]", b"3", b"{", b"\xff", b"null"])
+def test_a_header_of_another_make_is_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "a.trace"
+    with path.open("wb") as file:
+        np.savez(file, header=np.frombuffer(header, np.uint8))
+    refused(path)
+
+
+def test_a_password_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, "requests", {}, {})
+    data = bytearray(path.read_bytes())
+    for magic, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(magic) + flags] |= 1
+    path.write_bytes(data)
+    refused(path)
+
+
+@pytest.mark.parametrize("shape", [(1 << 45,), (1 << 62, 8), (1 << 80,), (-1,)])
+@pytest.mark.parametrize("name", ["header", "ids"])
+def test_an_array_that_no_memory_holds_is_refused(
+    tmp_path: Path, shape: tuple[int, ...], name: str
+) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, "requests", {}, {} if name == "ids" else {"ids": np.arange(3)})
+    with zipfile.ZipFile(path) as archive:
+        entries = {each: archive.read(each) for each in archive.namelist()}
+    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape!r}}}".ljust(117) + "\n"
+    entries[f"{name}.npy"] = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for each, content in entries.items():
+            archive.writestr(each, content)
+    with pytest.raises(TraceError, match="written by tierstore"):
+        read_trace(path, "requests")
+    assert kind_of(path) == (None if name == "header" else "requests")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, zipfile.ZIP_DEFLATED])
+def test_damage_anywhere_is_refused_or_harmless(tmp_path: Path, method: int) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, "requests", {"n": 1}, {"ids": np.arange(20)})
+    with zipfile.ZipFile(path) as archive:
+        entries = {each: archive.read(each) for each in archive.namelist()}
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for each, content in entries.items():
+            archive.writestr(each, content)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        kind_of(path)
+        try:
+            read_trace(path, "requests")
+        except TraceError:
+            continue
+
+
+def refused(path: Path) -> None:
+    with pytest.raises(TraceError, match="written by tierstore"):
+        read_trace(path, "requests")
+    assert kind_of(path) is None
 
 
 def test_a_write_that_fails_leaves_the_old_trace(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import TraceError
+from tierstore.interfaces import BlockScores, Selection
 from tierstore.traces.recorder import AttentionRecorder
 
 if TYPE_CHECKING:
@@ -132,6 +134,24 @@ def test_an_index_without_scores_cannot_be_recorded() -> None:
     engine.attend(0, *tensors, scale=1.0)
     with pytest.raises(TraceError, match="expected one that scores all blocks"):
         engine.attend(0, *(tensor[:, :, :1] for tensor in tensors), scale=1.0)
+
+
+def test_tables_of_units_are_kept_once() -> None:
+    """Many blocks share a unit, and a table would take a hundred times what the scores do."""
+    rows, width, units, steps = 4, 20_000, 20, 50
+    unit_of = np.repeat(np.arange(units, dtype=np.int32), width // units)[None].repeat(rows, 0)
+    segments = np.arange(rows, dtype=np.int32)
+    everything = BlockScores(np.zeros((rows, units), np.float32), unit_of, segments)
+    row_ptr = np.array([0, 1, 2, 3, 3])
+    selection = Selection(row_ptr, segments[1:], np.zeros(3, np.float32), everything)
+    recorder = AttentionRecorder(1)
+    tracemalloc.start()
+    for _ in range(steps):
+        recorder.listen(0, np.full(rows, width, np.int32), selection)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2 * unit_of.nbytes
+    assert recorder.trace(block_tokens=4, context_tokens=1).steps == steps
 
 
 def test_a_trace_is_of_whole_steps_of_one_batch() -> None:

@@ -123,6 +123,7 @@ def test_mooncake_lines_are_read(tmp_path: Path) -> None:
         '{"hash_ids": [1]}',
         '{"timestamp": "1", "hash_ids": [1]}',
         "\ud800",
+        "[" * 200_000,
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:

@@ -5,7 +5,7 @@ In a file, under the kind ``"attention"``:
 ================  =========================================================================
 ``blocks``        int32 [steps, segments], blocks that a segment had
 ``unit_scores``   float16 [steps, segments, units], log attention mass; -inf where no unit is
-``unit_of``       int32 [segments, blocks], or [1, blocks] for all; the unit that scores a block
+``unit_of``       int32 [segments, blocks], or [1, blocks] for all; a block's unit, or -1
 ``counts``        int32 [steps, segments], blocks selected
 ``ids``           int32, the blocks selected: step by step, in each segment by segment
 ================  =========================================================================
@@ -38,7 +38,7 @@ Halves = npt.NDArray[np.float16]
 KIND = "attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionTrace:
     """The arrays of an attention trace, named as in the file.
 
@@ -64,7 +64,10 @@ class AttentionTrace:
         return int(self.blocks.shape[1])
 
     def selections(self) -> Iterator[Selection]:
-        """What the index answered in each step, for all segments at once; segment s is row s."""
+        """What the index answered in each step, for all segments at once; segment s is row s.
+
+        A block of no unit has a score of -inf.
+        """
         segments = np.arange(self.segments, dtype=np.int32)
         rows = np.repeat(np.tile(segments, self.steps), self.counts.reshape(-1))
         table = np.minimum(rows, len(self.unit_of) - 1)
@@ -76,7 +79,8 @@ class AttentionTrace:
             np.cumsum(self.counts[step], out=row_ptr[1:])
             unit_scores: Scores = scores.astype(np.float32)
             everything = BlockScores(unit_scores, self.unit_of, segments)
-            picked = unit_scores[rows[mine], units[mine]]
+            of_units = unit_scores[rows[mine], np.maximum(units[mine], 0)]
+            picked: Scores = np.where(units[mine] >= 0, of_units, np.float32(-np.inf))
             yield Selection(row_ptr, self.ids[mine], picked, everything)
 
     def with_budget(
@@ -87,11 +91,12 @@ class AttentionTrace:
         budget: share of the context before the first step (a float in (0, 1]), or tokens.
         shares: float64 [segments], what each segment gets of it, 1 for all of it and the default.
 
-        The scores stay those of the run, whose budget also had a part in its queries.
+        The scores stay those of the run, whose budget also had a part in its queries. A block of
+        no unit is never selected.
         """
         ones = np.ones(self.segments) if shares is None else shares
         blocks = np.maximum(np.rint(self.budget_blocks(budget) * ones), 1)
-        counts: Ids = np.minimum(self.blocks, blocks).astype(np.int32)
+        counts: Ids = np.minimum(self._scored_blocks(), blocks).astype(np.int32)
         ids: Ids = np.empty(int(counts.sum()), np.int32)
         picked: Scores = np.empty(int(counts.sum(1).max(initial=0)), np.float32)
         row_ptr: Pointers = np.empty(self.segments + 1, np.int64)
@@ -110,6 +115,13 @@ class AttentionTrace:
             at += wanted
         facts = {**self.facts, "budget": parse_budget(budget)}
         return replace(self, facts=facts, counts=counts, ids=ids)
+
+    def _scored_blocks(self) -> Ids:
+        """int32 [steps, segments]: how many of the blocks had a unit."""
+        is_scored = np.pad(self.unit_of >= 0, ((0, 0), (1, 0)))
+        before = np.cumsum(is_scored, axis=1, dtype=np.int32)
+        scored: Ids = before[np.arange(self.segments) % len(before), self.blocks]
+        return scored
 
     def budget_blocks(self, budget: float | str) -> int:
         """Blocks of a budget, a share of the context before the first step or tokens."""

@@ -29,7 +29,7 @@ _LAYOUT = BlockLayout((Part("nothing", (1,), torch.uint8),))
 """Blocks of one byte: only where they are matters."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Replay:
     """What a window would have served and fetched.
 
@@ -60,7 +60,8 @@ def replay(
     selections: those of the trace, where they are at hand: ``trace.selections()`` by default.
 
     The decisions are those of a `BlockStore` with one domain for each segment; it sees the same
-    calls, but for all layers at once. ConfigError if a window is smaller than a selection.
+    calls, but for all layers at once. ConfigError if a window is smaller than a selection;
+    PolicyError for an exception of the policy's own.
     """
     most = trace.counts.max(0, initial=0)
     if windows.shape != most.shape or (windows < most).any():
@@ -79,7 +80,7 @@ def replay(
         access = Access(
             selection.row_ptr, handles, selection.scores, moves.step, selection.everything
         )
-        policy.on_access(access)
+        moves.tell(0, "on_access", access)
         if misses:
             rows = np.repeat(segments, trace.counts[step])
             fetched[step] = np.bincount(rows[slots < 0], minlength=trace.segments)
@@ -110,7 +111,7 @@ def _empty_windows(
         residency.reserve(slots, int(windows.max(initial=0)) if level == 0 else slots)
         tiers[level].resize(slots)
         residency.resize(slots)
-    moves.residency[0].set_quota(segments, windows)
+    moves.set_quota(0, segments, windows)
     return moves, space
 
 

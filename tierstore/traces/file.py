@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import zipfile
-import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,19 +14,16 @@ import numpy.typing as npt
 from tierstore.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from numpy.lib.npyio import NpzFile
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 VERSION = 1
 _HEADER = "header"
 _FORMAT = "tierstore-trace"
-_DAMAGED = (
-    ValueError, KeyError, EOFError, TypeError, AttributeError, NotImplementedError,
-    zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
-"""What numpy and zipfile raise over bytes that are no archive of arrays."""
 
 
 def write_trace(
@@ -55,23 +52,18 @@ def write_trace(
 def kind_of(path: Path) -> str | None:
     """The kind of trace that a file says it is; None for a file of others."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            header = json.loads(archive[_HEADER].tobytes())
-            return str(header["kind"])
-    except _DAMAGED:
+        with _opened(path) as archive:
+            kind = _header(archive, path).get("kind")
+    except TraceError:
         return None
+    return kind if isinstance(kind, str) else None
 
 
 def read_trace(path: Path, kind: str) -> tuple[dict[str, Any], Arrays]:
     """Facts and arrays of a trace of that kind. TraceError if the file is not one."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            header = json.loads(archive[_HEADER].tobytes())
-            arrays = {name: archive[name] for name in archive.files if name != _HEADER}
-    except _DAMAGED as error:
-        raise TraceError(f"{path}: expected a trace written by tierstore, found {error}") from error
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise TraceError(f"{path}: expected a trace written by tierstore, found another .npz file")
+    with _opened(path) as archive:
+        header = _header(archive, path)
+        arrays = {name: archive[name] for name in archive.files if name != _HEADER}
     if header.get("version") != VERSION:
         raise TraceError(
             f"{path}: expected trace version {VERSION}, found {header.get('version')!r}: "
@@ -79,4 +71,37 @@ def read_trace(path: Path, kind: str) -> tuple[dict[str, Any], Arrays]:
         )
     if header.get("kind") != kind:
         raise TraceError(f"{path}: expected a trace of {kind}, found one of {header.get('kind')}")
-    return header["facts"], arrays
+    facts = header.get("facts")
+    if not isinstance(facts, dict):
+        raise TraceError(f"{path}: expected facts by name, found {facts!r}")
+    return facts, arrays
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[NpzFile]:
+    """The archive in a file; TraceError for whatever its content makes numpy and others raise.
+
+    OSError of the file system passes through.
+    """
+    with path.open("rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                yield archive
+        except TraceError:
+            raise
+        # Any other: zipfile, its decompressors, numpy and json have no common one for damage.
+        except Exception as error:
+            # Damage too: a place that no file has, and bz2's, which has no number.
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise
+            raise TraceError(
+                f"{path}: expected a trace written by tierstore, "
+                f"found {str(error) or type(error).__name__}"
+            ) from error
+
+
+def _header(archive: NpzFile, path: Path) -> dict[str, Any]:
+    header = json.loads(archive[_HEADER].tobytes())
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise TraceError(f"{path}: expected a trace written by tierstore, found another .npz file")
+    return header

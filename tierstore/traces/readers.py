@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MOONCAKE_BLOCK_TOKENS = 512
-_ORACLE_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next_access", "<i8")])
+ORACLE_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next_access", "<i8")])
+"""A request in libCacheSim's format oracleGeneral."""
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 _MOST = 2**63
 
@@ -42,7 +43,7 @@ def read_mooncake(path: Path) -> RequestTrace:
 def _mooncake_request(line: bytes, place: str) -> tuple[list[int], int]:
     try:
         request: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{place}: expected a JSON object, found {error}") from error
     chain = request.get("hash_ids") if isinstance(request, dict) else None
     if not isinstance(chain, list) or not all(_is_count(block, 2 * _MOST) for block in chain):
@@ -67,11 +68,11 @@ def read_oracle_general(path: Path) -> RequestTrace:
     data = path.read_bytes()
     if data.startswith(_ZSTANDARD):
         data = _decompressed(data, path)
-    if len(data) % _ORACLE_RECORD.itemsize:
+    if len(data) % ORACLE_RECORD.itemsize:
         raise TraceError(
-            f"{path}: expected records of {_ORACLE_RECORD.itemsize} bytes, found {len(data)} bytes"
+            f"{path}: expected records of {ORACLE_RECORD.itemsize} bytes, found {len(data)} bytes"
         )
-    records = np.frombuffer(data, _ORACLE_RECORD)
+    records = np.frombuffer(data, ORACLE_RECORD)
     if len(records) and not records["size"].all():
         raise TraceError(
             f"{path}: expected sizes above 0, found 0 in record {int(np.argmin(records['size']))}"

@@ -19,7 +19,6 @@ class _Part(NamedTuple):
 
     blocks: Ids
     unit_scores: Halves
-    unit_of: Ids
     counts: Ids
     ids: Ids
 
@@ -28,12 +27,15 @@ class AttentionRecorder:
     """Listens to an engine's selections, layer by layer, and makes a trace of them.
 
     Pass its `listen` as ``on_selection`` of `SparseAttention`. It keeps about two bytes per unit
-    and segment for each step in memory. One batch of sequences, which only grow.
+    and segment for each step in memory, and the last tables of units. One batch of
+    sequences, which only grow.
     """
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._steps: list[list[_Part]] = []
+        self._unit_of: dict[int, Ids] = {}
+        """The table of each layer, as of its last step."""
 
     def listen(self, layer: int, blocks: Ids, selection: Selection) -> None:
         """A layer selected from its rows' so many blocks [R].
@@ -48,8 +50,8 @@ class AttentionRecorder:
         if layer == 0:
             self._steps.append([])
         counts = np.diff(selection.row_ptr).astype(np.int32)
-        scores, unit_of = _trimmed(selection.everything, blocks)
-        part = _Part(blocks.copy(), scores, unit_of, counts, selection.ids.copy())
+        scores, self._unit_of[layer] = _trimmed(selection.everything, blocks)
+        part = _Part(blocks.copy(), scores, counts, selection.ids.copy())
         self._steps[-1].append(part)
 
     @property
@@ -84,7 +86,7 @@ class AttentionRecorder:
             facts=facts,
             blocks=np.stack(blocks),
             unit_scores=scores,
-            unit_of=_joined([part.unit_of for part in self._steps[-1]], shapes.pop()),
+            unit_of=_joined([self._unit_of[layer] for layer in range(self._layers)], shapes.pop()),
             counts=np.stack([np.concatenate([p.counts for p in layers]) for layers in self._steps]),
             ids=np.concatenate([part.ids for part in parts]),
         )
