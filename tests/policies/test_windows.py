@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from tierstore.directory import HandleSpace
 from tierstore.errors import ConfigError
-from tierstore.interfaces import Access
+from tierstore.interfaces import Access, EvictionPolicy
 from tierstore.memory import unlimited
-from tierstore.policies import LRU
+from tierstore.policies import CLOCK, LRU, S3FIFO
 from tierstore.policies.knapsack import exact
 from tierstore.policies.profile import ReuseProfile
 from tierstore.policies.windows import BUDGETS, WINDOWS, allocate_budgets, allocate_windows
 from tierstore.testing import PolicyTests
+from tierstore.testing.policy_cache import PolicyCache
+from tierstore.testing.policy_traces import KEYS, Requests, capacities, requests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +33,24 @@ class TestReuseProfile(PolicyTests):
 
     def make_policy(self) -> ReuseProfile:
         return ReuseProfile(LRU())
+
+
+class TestReuseProfileOfAQueue(PolicyTests):
+    """A queue policy hears of more than accesses."""
+
+    def make_policy(self) -> ReuseProfile:
+        return ReuseProfile(CLOCK())
+
+    @given(requests, capacities)
+    def test_it_decides_as_the_policy_alone(self, trace: Requests, capacity: int) -> None:
+        for alone in (CLOCK, S3FIFO):
+            wrapped = PolicyCache(ReuseProfile(alone()), KEYS, capacity)
+            assert wrapped.run(trace) == PolicyCache(alone(), KEYS, capacity).run(trace)
+
+    def test_every_event_reaches_the_policy(self) -> None:
+        """Also one that this test does not know."""
+        events = [name for name in vars(EvictionPolicy) if not name.startswith("_")]
+        assert set(events) <= set(vars(ReuseProfile))
 
 
 class Profiled:
