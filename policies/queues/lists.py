@@ -30,7 +30,7 @@ _FIRST_LIST = 2
 
 
 TIME, SERIAL, SAVED = range(3)
-"""Of `Queues.clock`: requests so far, the number of the search, and how many nodes it saved."""
+"""Of `Queues.clock`: requests so far, the number of the search, and the key it saved last or -1."""
 
 
 class Queues(NamedTuple):
@@ -39,10 +39,10 @@ class Queues(NamedTuple):
     node: int32 [keys, fields]. head: int64 [domains, columns]; real is the same memory as float64.
     rank: float64 [keys, 2], priority and when it was given, or no columns. size: int64 [keys], or
     empty where each key weighs 1. cost: float64 [keys], or empty where each costs 1. able: int32
-    [keys], the search's number where a key may leave, or empty where all may. saved, saved_keys:
-    nodes as they were before the search, and whose they are; empty where nothing is taken back.
-    clock: int64 [3]. future: int64 [requests], when the key of each is requested again. rules:
-    float64, the policy's parameters.
+    [keys], the search's number where a key may leave, or empty where all may. saved: nodes that the
+    search changed, as they were before, each with the key saved before it as SAVED_AT; empty where
+    nothing is taken back. clock: int64 [3]. future: int64 [requests], when the key of each is
+    requested again. rules: float64, the policy's parameters.
     """
 
     node: npt.NDArray[np.int32]
@@ -53,7 +53,6 @@ class Queues(NamedTuple):
     cost: npt.NDArray[np.float64]
     able: npt.NDArray[np.int32]
     saved: npt.NDArray[np.int32]
-    saved_keys: npt.NDArray[np.int32]
     clock: npt.NDArray[np.int64]
     future: npt.NDArray[np.int64]
     rules: npt.NDArray[np.float64]
@@ -65,13 +64,12 @@ def own_column(lists: int) -> int:
 
 
 @part
-def _save(node, saved, saved_keys, clock, k):
+def _save(node, saved, clock, k):
     if node[k, SAVED_AT] != clock[SERIAL]:
-        at = clock[SAVED]
-        clock[SAVED] = at + 1
-        saved_keys[at] = k
         for i in range(node.shape[1]):
-            saved[at, i] = node[k, i]
+            saved[k, i] = node[k, i]
+        saved[k, SAVED_AT] = clock[SAVED]
+        clock[SAVED] = k
         node[k, SAVED_AT] = clock[SERIAL]
 
 
@@ -79,7 +77,7 @@ def _save(node, saved, saved_keys, clock, k):
 def put(q, k, field, value):
     """Set a field of a key."""
     if q.saved.shape[0] > 0:
-        _save(q.node, q.saved, q.saved_keys, q.clock, k)
+        _save(q.node, q.saved, q.clock, k)
     q.node[k, field] = value
 
 

@@ -15,6 +15,8 @@ from tierstore.policies.queues.lists import (
     DOMAIN,
     NOWHERE,
     PLACE,
+    SAVED,
+    SAVED_AT,
     TIME,
     USED,
     drop,
@@ -42,6 +44,7 @@ class Loops(NamedTuple):
     admit: Callable[..., None]
     choose: Callable[..., None]
     remove: Callable[..., None]
+    take_back: Callable[..., None]
 
 
 def compile_loops(policy: Mapping[str, Any]) -> Loops:
@@ -61,7 +64,7 @@ def compile_loops(policy: Mapping[str, Any]) -> Loops:
         code = loop.__code__.replace(co_filename=policy["__file__"], co_name=name, co_qualname=name)
         return counting_free(FunctionType(code, names))
 
-    loops = (_request, _touch, _admit, _choose, _remove)
+    loops = (_request, _touch, _admit, _choose, _remove, _take_back)
     return Loops(*(in_file_of_policy(loop) for loop in loops))
 
 
@@ -134,3 +137,14 @@ def _remove(q, keys):
                 q.head[d, USED] = q.head[d, USED] - size_of(q, k)
             drop(q, d, k)
             put(q, k, PLACE, NOWHERE)
+
+
+def _take_back(q):
+    """Every key that the search changed is what it was before."""
+    k = q.clock[SAVED]
+    while k >= 0:
+        following = q.saved[k, SAVED_AT]
+        for i in range(q.node.shape[1]):
+            q.node[k, i] = q.saved[k, i]
+        q.node[k, SAVED_AT] = -1
+        k = following

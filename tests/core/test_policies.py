@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from tierstore.directory import HandleSpace
 from tierstore.errors import ConfigError
-from tierstore.interfaces import Access, BlockScores
+from tierstore.interfaces import Access, BlockScores, Demand
+from tierstore.memory import unlimited
 from tierstore.policies import (
     ARC,
     CLOCK,
@@ -387,3 +391,68 @@ def test_a_store_that_misses_what_its_policy_never_knew_decides_as_a_replay_does
     replayed.start(12, capacity)
     expected = replayed.request(np.array(trace, np.int32)).tolist()
     assert PolicyCache(policy(), 12, capacity).run(trace).hits == expected
+
+
+def test_a_search_that_was_interrupted_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Ctrl-C, say, or for lack of memory."""
+    asked, other = (PolicyCache(CLOCK(), 12, 6) for _ in range(2))
+    for cache in (asked, other):
+        cache.run(skewed(3, 60))
+    search = CLOCK._search
+
+    def interrupted(*demand: Any) -> None:  # noqa: ANN401 (whatever it takes)
+        search(*demand)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CLOCK, "_search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asked.victims(3)
+    monkeypatch.undo()
+    assert asked.run(skewed(4, 60)) == other.run(skewed(4, 60))
+
+
+def test_what_a_policy_knows_of_handles_is_charged() -> None:
+    """Also the nodes that a search saves."""
+    space = HandleSpace(unlimited())
+    policy = S3FIFO()
+    policy.bind(space)
+    segments = space.open(1)
+    handles = space.extend(segments, 5000)[0]
+    before = space.memory.by_purpose()["policy"]
+    history = Access(np.zeros(1, np.int64), handles[:0], np.zeros(0, np.float32), 1)
+    able = np.ones(5000, np.bool_)
+    policy.victims(Demand(segments, np.array([0, 5000]), handles, able, np.array([9]), history))
+    assert space.memory.by_purpose()["policy"] == before
+    uncharged = [value for value in vars(policy).values() if isinstance(value, np.ndarray)]
+    assert sum(array.nbytes for array in uncharged) < 1000
+
+
+def test_requests_that_the_arrays_do_not_have_are_refused() -> None:
+    """Compiled code would read and write beside them."""
+    policy = CLOCK()
+    with pytest.raises(ConfigError, match=r"^CLOCK: request before start: call start first$"):
+        policy.request(np.zeros(1, np.int32))
+    policy.start(5, 3)
+    for keys, named in (([0, 5], "0 to 5"), ([-1, 2], "-1 to 2")):
+        with pytest.raises(ConfigError, match=f"^keys from {named}: expected 0 to 4, as start"):
+            policy.request(np.array(keys, np.int32))
+    assert policy.request(np.array([], np.int32)).tolist() == []
+    assert policy.request(np.array([4, 4], np.int32)).tolist() == [False, True]
+    for sizes, costs in ((np.ones(4, np.int64), None), (None, np.ones(6))):
+        with pytest.raises(ConfigError, match=r"^(4 sizes|6 costs) for 5 keys: expected one"):
+            GDSF().start(5, 3, sizes, costs)
+
+
+def test_belady_is_asked_for_no_future_that_it_was_not_told() -> None:
+    policy = Belady()
+    policy.start(5, 3)
+    refusal = "^Belady knows the future of {} requests, {} were made: tell it more with expect$"
+    with pytest.raises(ConfigError, match=refusal.format(0, 1)):
+        policy.request(np.zeros(1, np.int32))
+    policy.expect(np.array([2, 9, 9]))
+    assert policy.request(np.array([0, 1], np.int32)).tolist() == [False, False]
+    with pytest.raises(ConfigError, match=refusal.format(3, 4)):
+        policy.request(np.array([0, 1], np.int32))
+    assert policy.request(np.array([0], np.int32)).tolist() == [True]
