@@ -90,6 +90,12 @@ class ReuseProfile(EvictionPolicy):
     def on_remove(self, handles: Ids) -> None:
         self._policy.on_remove(handles)
 
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        self._policy.on_close(segments, domains)
+        counted = segments[segments < len(self._visits)]
+        self._visits[counted] = 0
+        self._ages[counted] = 0
+
     def misses(self, segments: Ids, sizes: Amounts) -> Amounts:
         """Blocks that LRU would miss in a step of ``segments[i]`` with ``sizes[i, j]`` slots.
 

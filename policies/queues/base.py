@@ -122,6 +122,10 @@ class QueuePolicy(EvictionPolicy):
         self._settle()
         self.loops.remove(self._state(), handles)
 
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        self._settle()
+        self._head[domains[domains < len(self._head)]] = self._empty_domain
+
     def _check(self, demand: Demand) -> None:
         able = np.concatenate([[0], np.cumsum(demand.eligible)])[demand.row_ptr]
         short = np.flatnonzero(np.diff(able) < demand.need)

@@ -171,6 +171,25 @@ def test_blocks_that_come_later_and_rows_without_blocks_are_counted_rightly() ->
     np.testing.assert_allclose(found[:, 0], [2 / 6, 1 / 6])
 
 
+def test_a_segment_with_the_number_of_another_begins_anew() -> None:
+    """It warms up, and the ages of the other one are not its own."""
+    profiled = Profiled(2, 2)
+    for blocks in ([0, 1], [2, 3], [0, 4], [2, 5]):
+        profiled.step([blocks, blocks])
+    gone = profiled.segments[:1]
+    profiled.profile.on_remove(profiled.space.all_handles(int(gone[0])))
+    profiled.space.close(int(gone[0]))
+    profiled.profile.on_close(gone, gone)
+    assert profiled.space.open(1).tolist() == gone.tolist()
+    sizes = np.array([[2.0, 4.0]])
+    assert profiled.profile.misses(gone, sizes).tolist() == [[0, 0]]
+    assert (profiled.profile.misses(profiled.segments[1:], sizes) > 0).all()
+    profiled.handles[0] = profiled.space.extend(gone, BLOCKS)[0]
+    profiled.step([[0, 1]])
+    profiled.step([[2, 3]])
+    assert profiled.profile.misses(gone, sizes).tolist() == [[0, 0]]
+
+
 def test_windows_go_where_they_save_most_at_the_same_total() -> None:
     flat, steep = np.full(len(WINDOWS), 5.0), 20 / WINDOWS
     windows = allocate_windows(np.stack([flat, steep, steep]), 2.0)
