@@ -1,4 +1,4 @@
-"""The reduced base of policies that keep an order: amortised O(1), for domains of millions."""
+"""The reduced base of policies that keep an order: amortised O(1) an event, for large domains."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ class QueuePolicy(EvictionPolicy):
 
     A store asks for victims and may then not evict them. So a search runs in earnest and saves what
     it changes; unless the next event is the eviction of just those blocks, all is taken back.
+
+    An event costs amortised O(1) for each of its blocks, O(log n) in a heap. A search costs as much
+    for each victim, and looks once at every resident of its domains: which may leave, and whether
+    one was never admitted. So does the store that asks; it asks for many victims at once.
 
     Attributes
     ----------

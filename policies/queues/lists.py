@@ -23,7 +23,10 @@ OWN_FIELD = 6
 NOWHERE = -1
 """PLACE of a key that is in no list."""
 AWAITED = -2
-"""PLACE of a key that missed and was not admitted yet; COUNT says where it will go."""
+"""PLACE of a key that missed and was not admitted yet; COUNT says where it will go.
+
+It is no ghost any more. `miss_again` hears when it is requested while it stays out.
+"""
 
 CAPACITY, USED = 0, 1
 _FIRST_LIST = 2
@@ -209,6 +212,11 @@ def hit(q, d, k):
 @part
 def miss(q, d, k):
     """A key that is not resident was requested; a ghost leaves its list here."""
+
+
+@part
+def miss_again(q, d, k):
+    """A key that missed, and was not admitted since, was requested: it is `AWAITED`, and stays."""
 
 
 @part

@@ -456,3 +456,39 @@ def test_belady_is_asked_for_no_future_that_it_was_not_told() -> None:
     with pytest.raises(ConfigError, match=refusal.format(3, 4)):
         policy.request(np.array([0, 1], np.int32))
     assert policy.request(np.array([0], np.int32)).tolist() == [True]
+
+
+def test_w_tinylfu_counts_what_stays_out() -> None:
+    """A store with hysteresis does not fetch all that misses, however often it is selected."""
+    cache = PolicyCache(WTinyLFU(), 12, 3)
+    assert cache.run([*[0, 1, 2] * 4, 7, 8]).evicted[-1] == 7
+    for step in range(20, 25):
+        again = Access(np.array([0, 1]), cache.handles([7]), np.zeros(1, np.float32), step)
+        cache.policy.on_access(again)
+    cache.run([7, 9])
+    assert 7 in cache.residents
+
+
+@pytest.mark.parametrize("policy", [ARC, S3FIFO, GDSF, WTinyLFU, LIRS, SIEVE])
+def test_the_numbers_of_a_domain_that_ended_are_those_of_a_new_one(
+    policy: type[QueuePolicy],
+) -> None:
+    old, new = (PolicyCache(policy(), 12, 5) for _ in range(2))
+    old.run(skewed(7, 300))
+    old.start_over()
+    found, expected = (vars(cache.policy)["_head"][0].tolist() for cache in (old, new))
+    assert found == expected
+
+
+def test_a_segment_follows_no_leader_of_one_that_had_its_number() -> None:
+    history = History(Adaptive(every=1))
+    for seed in range(9):
+        history.access(np.random.default_rng(seed))
+    shadows = vars(history.policy)["_shadows"]
+    one, others = history.segments[:1], history.segments[1:]
+    before = shadows.misses(others)
+    history.policy.on_remove(history.handles(int(one[0])))
+    history.policy.on_close(one, one)
+    assert not shadows.misses(one).any()
+    assert before.any()
+    assert (shadows.misses(others) == before).all()
