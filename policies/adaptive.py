@@ -79,6 +79,11 @@ class Adaptive(RankedPolicy):
         for candidate in self.candidates:
             candidate.on_remove(handles)
 
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        for candidate in self.candidates:
+            candidate.on_close(segments, domains)
+        self._shadows.forget(segments)
+
     def rank(self, stats: BlockStats) -> Rank:
         return self._led(stats, [candidate.rank for candidate in self.candidates])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids
+from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids, Pointers
 from tierstore.kernels import windows
 from tierstore.kernels.tables import CHUNK
 
@@ -55,6 +55,9 @@ class ReuseProfile(EvictionPolicy):
         self._last.array[:] = 0
         self.steps = 0
 
+    def on_capacity(self, domains: Ids, blocks: Pointers) -> None:
+        self._policy.on_capacity(domains, blocks)
+
     def on_access(self, access: Access) -> None:
         self._policy.on_access(access)
         if not self.is_counting or not len(access.handles):
@@ -75,11 +78,23 @@ class ReuseProfile(EvictionPolicy):
         self._ages = np.concatenate([self._ages, np.zeros((more, _AGES + 1), np.int64)])
         self._visits = np.concatenate([self._visits, np.zeros(more, np.int32)])
 
-    def on_remove(self, handles: Ids) -> None:
-        self._policy.on_remove(handles)
+    def on_admit(self, handles: Ids, domains: Ids) -> None:
+        self._policy.on_admit(handles, domains)
 
     def victims(self, demand: Demand) -> Ids:
         return self._policy.victims(demand)
+
+    def on_evict(self, handles: Ids) -> None:
+        self._policy.on_evict(handles)
+
+    def on_remove(self, handles: Ids) -> None:
+        self._policy.on_remove(handles)
+
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        self._policy.on_close(segments, domains)
+        counted = segments[segments < len(self._visits)]
+        self._visits[counted] = 0
+        self._ages[counted] = 0
 
     def misses(self, segments: Ids, sizes: Amounts) -> Amounts:
         """Blocks that LRU would miss in a step of ``segments[i]`` with ``sizes[i, j]`` slots.

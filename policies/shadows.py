@@ -58,6 +58,11 @@ class Shadows:
         self._reserve()
         return self._misses[segments]
 
+    def forget(self, segments: Ids) -> None:
+        """What has these numbers later are other segments."""
+        self._reserve()
+        self._misses[segments] = 0
+
     def play(self, access: Access) -> None:
         """Let every policy fetch what the step selects, and evict."""
         space = self._space

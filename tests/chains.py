@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.directory import HandleSpace
-    from tierstore.interfaces import Access, Bytes, Completion, Demand, Ids
+    from tierstore.interfaces import Access, Bytes, Completion, Demand, Ids, Pointers
 
 LAYOUT = BlockLayout.kv(2, 3, torch.float16)
 BLOCK = LAYOUT.block_bytes
@@ -153,12 +153,24 @@ class Unruly(EvictionPolicy):
     def bind(self, space: HandleSpace) -> None:
         self._policy.bind(space)
 
+    def on_capacity(self, domains: Ids, blocks: Pointers) -> None:
+        self._policy.on_capacity(domains, blocks)
+
     def on_access(self, access: Access) -> None:
         self._policy.on_access(access)
+
+    def on_admit(self, handles: Ids, domains: Ids) -> None:
+        self._policy.on_admit(handles, domains)
+
+    def on_evict(self, handles: Ids) -> None:
+        self._policy.on_evict(handles)
 
     def on_remove(self, handles: Ids) -> None:
         self.removed += handles.tolist()
         self._policy.on_remove(handles)
+
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        self._policy.on_close(segments, domains)
 
     def victims(self, demand: Demand) -> Ids:
         right = self._policy.victims(demand)

@@ -221,12 +221,17 @@ class Residency:
             self.counts, self.quota = self._per_domain
         self.domain_of[segments] = domains
 
-    def unassign(self, segments: Ids) -> None:
-        """Take empty segments out of their domains; a domain without segments has no quota."""
+    def unassign(self, segments: Ids) -> Ids:
+        """Take empty segments out of their domains; returns those that have no segment any more.
+
+        They have no quota either.
+        """
         segments = segments[segments < len(self.domain_of)]
         domains = self.domain_of[segments]
         self.domain_of[segments] = -1
-        self.quota[np.setdiff1d(domains, self.domain_of)] = 0
+        ended: Ids = np.setdiff1d(domains, self.domain_of)
+        self.quota[ended] = 0
+        return ended
 
     def set_quota(self, domains: Ids, blocks: Pointers) -> None:
         """Most blocks each of `domains` may hold, reserved before, and no less than it holds."""

@@ -273,6 +273,9 @@ class EvictionPolicy(ABC):
     def on_remove(self, handles: Ids) -> None:
         """The blocks are gone for good. Their handles may come back as other blocks."""
 
+    def on_close(self, segments: Ids, domains: Ids) -> None:  # noqa: B027 (need not care)
+        """Empty segments are gone, and domains without one; the numbers may come back as others."""
+
 
 @dataclass(frozen=True)
 class IndexContext:

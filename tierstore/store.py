@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
-from tierstore.errors import CapacityError, ConfigError
+from tierstore.errors import CapacityError, ConfigError, TierstoreError
 from tierstore.interfaces import Access, Bytes, Ids, Pointers, Selection
 from tierstore.kernels import tables
 from tierstore.memory import Memory, unlimited
@@ -123,28 +123,41 @@ class BlockStore:
         return level > 0 or level == self.backing
 
     def _close(self, segments: Ids) -> None:
-        if not self._is_shared(0):
-            self._moves.residency[0].unassign(segments)
         for segment in segments.tolist():
             self.space.close(segment)
+        self._moves.close(segments)
 
     def drop(self, segments: Ids) -> None:
         """Forget segments and all their blocks; a domain without segments loses its quota.
 
-        CapacityError, and no change, if a block is leased.
+        CapacityError, and no change, if a block is leased. PolicyError if a policy raises when it
+        hears of that; they are gone then, too.
         """
         with self._changing():
-            self.truncate(segments, 0)
-            self._close(segments)
+            handles = self._unleased(segments, 0)
+            try:
+                self._forget(segments, 0, handles)
+            finally:
+                self._close(segments)
 
     def truncate(self, segments: Ids, blocks: int) -> None:
-        """Forget blocks from number `blocks` on. CapacityError, and no change, if one is leased."""
+        """Forget blocks from number `blocks` on; errors as in `drop`."""
         with self._changing():
-            gone = [self.space.all_handles(segment, blocks) for segment in segments.tolist()]
-            handles = np.concatenate(gone) if gone else np.empty(0, np.int32)
-            if (self._moves.leases.array[handles] > 0).any():
-                raise CapacityError("blocks to forget are leased: release them first")
+            self._forget(segments, blocks, self._unleased(segments, blocks))
+
+    def _unleased(self, segments: Ids, blocks: int) -> Ids:
+        """Handles of the blocks from number `blocks` on; CapacityError if one is leased."""
+        gone = [self.space.all_handles(segment, blocks) for segment in segments.tolist()]
+        handles = np.concatenate(gone) if gone else np.empty(0, np.int32)
+        if (self._moves.leases.array[handles] > 0).any():
+            raise CapacityError("blocks to forget are leased: release them first")
+        return handles
+
+    def _forget(self, segments: Ids, blocks: int, handles: Ids) -> None:
+        """Let segments end before number `blocks`, from where on they have these handles."""
+        try:
             self._moves.forget(handles)
+        finally:
             for segment in segments.tolist():
                 self.space.truncate(segment, blocks)
 
@@ -310,12 +323,20 @@ class BlockStore:
             try:
                 moves.write(self.backing, flat, data, rows)
                 self._settle(flat, data, rows, home)
-            except Exception:
-                moves.forget(flat)
-                for segment in segments.tolist():
-                    self.space.truncate(segment, int(self.space.blocks[segment]) - count)
+            except Exception as error:
+                self._take_back(segments, count, flat, error)
                 raise
             return handles
+
+    def _take_back(self, segments: Ids, count: int, handles: Ids, error: Exception) -> None:
+        """Forget the last `count` blocks of each segment, which `error` kept from being added."""
+        try:
+            self._moves.forget(handles)
+        except TierstoreError as another:
+            error.add_note(f"taking the blocks back: {another}")
+        finally:
+            for segment in segments.tolist():
+                self.space.truncate(segment, int(self.space.blocks[segment]) - count)
 
     def _settle(self, handles: Ids, data: Bytes, rows: Ids, home: Bytes | None) -> None:
         """Copy new blocks to their homes above the backing tier; see `append`."""

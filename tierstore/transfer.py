@@ -348,11 +348,34 @@ class Transfers:
         return out, rows
 
     def forget(self, handles: Ids) -> None:
-        """Take blocks out of every tier and every policy."""
-        for level, residency in enumerate(self.residency):
+        """Take blocks out of every tier, then out of every policy.
+
+        The first error of a policy is raised when all have been told.
+        """
+        for residency in self.residency:
             residency.remove(handles[residency.slot_of.array[handles] >= 0])
-            if level < self.backing:
-                self.tell(level, "on_remove", handles)
+        self._tell_all("on_remove", [(handles,)] * self.backing)
+
+    def close(self, segments: Ids) -> None:
+        """Take empty segments out of their domains, of which those in the top tier may end.
+
+        The first error of a policy is raised when all have been told.
+        """
+        if self.backing > 0:
+            nobody: Ids = np.empty(0, np.int32)
+            ended = [self.residency[0].unassign(segments), *[nobody] * (self.backing - 1)]
+            self._tell_all("on_close", [(segments, domains) for domains in ended])
+
+    def _tell_all(self, event: str, facts: Sequence[tuple[object, ...]]) -> None:
+        """`tell` every policy; ``facts[level]`` is what."""
+        errors = []
+        for level, of_level in enumerate(facts):
+            try:
+                self.tell(level, event, *of_level)
+            except TierstoreError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _bad_selection(selection: Selection, position: int) -> str:

@@ -1,4 +1,4 @@
-"""The reduced base of policies that keep an order: amortised O(1), for domains of millions."""
+"""The reduced base of policies that keep an order: amortised O(1) an event, for large domains."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ class QueuePolicy(EvictionPolicy):
     A store asks for victims and may then not evict them. So a search runs in earnest and saves what
     it changes; unless the next event is the eviction of just those blocks, all is taken back.
 
+    An event costs amortised O(1) for each of its blocks, O(log n) in a heap. A search costs as much
+    for each victim, and looks once at every resident of its domains: which may leave, and whether
+    one was never admitted. So does the store that asks; it asks for many victims at once.
+
     Attributes
     ----------
     lists: how many the policy has, of residents and of ghosts. numbers: what its own numbers of a
@@ -70,8 +74,7 @@ class QueuePolicy(EvictionPolicy):
         self._size = self._future = np.zeros(0, np.int64)
         self._cost = np.zeros(0, np.float64)
         self._category, self._reuse = _NONE, np.zeros((0, 2))
-        self._clock = np.zeros(3, np.int64)
-        self._saved, self._saved_keys = _NO_NODES, _NONE
+        self._clock = np.array([0, 0, -1], np.int64)
         self._pending: Ids | None = None
         empty_list = (-1, -1, 0)
         self._empty_domain = np.array([0, 0, *empty_list * self.lists, *self.numbers], np.int64)
@@ -81,7 +84,9 @@ class QueuePolicy(EvictionPolicy):
     # As the store's policy
 
     def bind(self, space: Space) -> None:
-        self._node = space.column(np.int32, fill=-1, entry=(OWN_FIELD + self.own_fields,))
+        fields = (OWN_FIELD + self.own_fields,)
+        self._node = space.column(np.int32, fill=-1, entry=fields)
+        self._saved = space.column(np.int32, entry=fields)
         self._rank = space.column(np.float64, entry=(2 if self.is_ranked else 0,))
         self._able = space.column(np.int32)
 
@@ -103,16 +108,17 @@ class QueuePolicy(EvictionPolicy):
         self._settle()
         self._check(demand)
         self._reserve(demand.domains)
-        if len(self._saved) != len(self._node.array):
-            self._saved, self._saved_keys = _unused_like(self._node.array)
         self._before = demand.domains.copy(), self._head[demand.domains], self._clock[TIME]
         self._clock[SERIAL] += 1
         self._able.array[demand.residents[demand.eligible]] = self._clock[SERIAL]
-        self._pending = self._search(demand)
+        # First, so that a search that is interrupted is taken back, too.
+        self._pending = np.full(int(demand.need.sum()), -1, np.int32)
+        self._search(demand, self._pending)
         return self._pending.copy()
 
     def on_evict(self, handles: Ids) -> None:
-        if self._pending is not None and np.array_equal(self._pending, handles):
+        pending = self._pending
+        if pending is not None and len(handles) and np.array_equal(pending, handles):
             self._pending = None
         else:
             self.on_remove(handles)
@@ -120,6 +126,10 @@ class QueuePolicy(EvictionPolicy):
     def on_remove(self, handles: Ids) -> None:
         self._settle()
         self.loops.remove(self._state(), handles)
+
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        self._settle()
+        self._head[domains[domains < len(self._head)]] = self._empty_domain
 
     def _check(self, demand: Demand) -> None:
         able = np.concatenate([[0], np.cumsum(demand.eligible)])[demand.row_ptr]
@@ -131,27 +141,24 @@ class QueuePolicy(EvictionPolicy):
                 f"{demand.need[row]} blocks, but fewer may leave"
             )
 
-    def _search(self, demand: Demand) -> Ids:
+    def _search(self, demand: Demand, victims: Ids) -> None:
         """Evict in earnest. Residents that were never admitted come in first."""
-        state = self._state(self._able.array, self._saved, self._saved_keys)
+        state = self._state(self._able.array, self._saved.array)
         counts = np.diff(demand.row_ptr)
         capacity = self._head[demand.domains, CAPACITY]
         self._head[demand.domains, CAPACITY] = np.where(capacity, capacity, counts)
         self.loops.admit(state, np.repeat(demand.domains, counts), demand.residents)
-        victims: Ids = np.empty(int(demand.need.sum()), np.int32)
         self.loops.choose(state, demand.domains, demand.need, victims)
-        return victims
 
     def _settle(self) -> None:
         """Take back what a search changed, unless it was carried out."""
         if self._pending is not None:
-            saved = int(self._clock[SAVED])
-            self._node.array[self._saved_keys[:saved]] = self._saved[:saved]
+            self.loops.take_back(self._state(saved=self._saved.array))
             domains, heads, time = self._before
             self._head[domains] = heads
             self._clock[TIME] = time
             self._pending = None
-        self._clock[SAVED] = 0
+        self._clock[SAVED] = -1
 
     def _reserve(self, domains: Ids) -> None:
         short = int(domains.max(initial=-1)) + 1 - len(self._head)
@@ -159,11 +166,11 @@ class QueuePolicy(EvictionPolicy):
             more = np.tile(self._empty_domain, (max(short, len(self._head) // 4), 1))
             self._head = np.concatenate([self._head, more])
 
-    def _state(self, able: Ids = _NONE, saved: Ids = _NO_NODES, saved_keys: Ids = _NONE) -> Queues:
+    def _state(self, able: Ids = _NONE, saved: Ids = _NO_NODES) -> Queues:
         return Queues(
             self._node.array, self._head, self._head.view(np.float64), self._rank.array, self._size,
-            self._cost, able, saved, saved_keys, self._clock, self._future, self._category,
-            self._reuse, self._rules,
+            self._cost, able, saved, self._clock, self._future, self._category, self._reuse,
+            self._rules,
         )  # fmt: skip
 
     # In a replay
@@ -183,6 +190,9 @@ class QueuePolicy(EvictionPolicy):
         """
         if hasattr(self, "_node"):
             raise ConfigError(f"this {type(self).__name__} is in use: expected a new one")
+        for name, of_each in (("sizes", size), ("costs", cost)):
+            if of_each is not None and len(of_each) != keys:
+                raise ConfigError(f"{len(of_each)} {name} for {keys} keys: expected one of each")
         self.bind(_KeySpace(keys))
         if size is not None:
             self._size = size
@@ -200,15 +210,33 @@ class QueuePolicy(EvictionPolicy):
     def request(self, keys: Ids) -> npt.NDArray[np.bool_]:
         """Get or insert each key, one after the other; whether it was there.
 
-        What is larger than the capacity never comes in, and nobody leaves for it.
+        What is larger than the capacity never comes in, and nobody leaves for it. ConfigError, and
+        no change, for keys that `start` was not told, and where `expect` must tell more.
         """
+        self._check_requests(keys)
         hits = np.zeros(len(keys), np.bool_)
         self.loops.request(self._state(), 0, keys, hits)
         return hits
 
+    def _check_requests(self, keys: Ids) -> None:
+        """Compiled code does not look where it reads and writes."""
+        name = type(self).__name__
+        if not hasattr(self, "_node"):
+            raise ConfigError(f"{name}: request before start: call start first")
+        known, told = len(self._node.array), len(self._future)
+        if len(keys) and (keys.min() < 0 or keys.max() >= known):
+            given = f"keys from {keys.min()} to {keys.max()}"
+            raise ConfigError(f"{given}: expected 0 to {known - 1}, as start was told")
+        made = int(self._clock[TIME]) + len(keys)
+        if self.needs_future and made > told:
+            raise ConfigError(
+                f"{name} knows the future of {told} requests, {made} were made: tell it more with "
+                "expect"
+            )
+
 
 class _KeySpace:
-    """Columns for a fixed number of keys."""
+    """Columns for a fixed number of keys. The system gives memory only to what is written."""
 
     def __init__(self, keys: int) -> None:
         self._keys = keys
@@ -220,16 +248,14 @@ class _KeySpace:
         purpose: str = "policy",
         entry: tuple[int, ...] = (),
     ) -> _Fixed:
-        return _Fixed(np.full((self._keys, *entry), fill, dtype))
+        column = np.zeros((self._keys, *entry), dtype)
+        if fill:
+            column.fill(fill)
+        return _Fixed(column)
 
 
 class _Fixed(NamedTuple):
     array: npt.NDArray[Any]
-
-
-def _unused_like(node: Ids) -> tuple[Ids, Ids]:
-    """Room to save all nodes. The system gives memory only to what is written."""
-    return np.empty_like(node), np.empty(len(node), np.int32)
 
 
 def checked_share(name: str, value: float, most: float = 1.0) -> float:

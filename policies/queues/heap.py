@@ -1,7 +1,7 @@
 """A priority queue of keys, one for each domain: a pairing heap (Fredman et al., 1986) in nodes.
 
 The key with the lowest priority comes first, among equals the one that got its priority first. A
-policy on top of it has one list, of which the heap uses the oldest key, its root, and the weight.
+policy on top of it has one list, of which the heap uses the oldest key alone: it is the root.
 """
 
 from tierstore.kernels.jit import part

@@ -23,14 +23,17 @@ OWN_FIELD = 6
 NOWHERE = -1
 """PLACE of a key that is in no list."""
 AWAITED = -2
-"""PLACE of a key that missed and was not admitted yet; COUNT says where it will go."""
+"""PLACE of a key that missed and was not admitted yet; COUNT says where it will go.
+
+It is no ghost any more. `miss_again` hears when it is requested while it stays out.
+"""
 
 CAPACITY, USED = 0, 1
 _FIRST_LIST = 2
 
 
 TIME, SERIAL, SAVED = range(3)
-"""Of `Queues.clock`: requests so far, the number of the search, and how many nodes it saved."""
+"""Of `Queues.clock`: requests so far, the number of the search, and the key it saved last or -1."""
 
 
 class Queues(NamedTuple):
@@ -39,11 +42,11 @@ class Queues(NamedTuple):
     node: int32 [keys, fields]. head: int64 [domains, columns]; real is the same memory as float64.
     rank: float64 [keys, 2], priority and when it was given, or no columns. size: int64 [keys], or
     empty where each key weighs 1. cost: float64 [keys], or empty where each costs 1. able: int32
-    [keys], the search's number where a key may leave, or empty where all may. saved, saved_keys:
-    nodes as they were before the search, and whose they are; empty where nothing is taken back.
-    clock: int64 [3]. future: int64 [requests], when the key of each is requested again. category:
-    int32 [requests], from 0 on, or empty where unknown. reuse: float64 [categories, 2], what was
-    learned of each. rules: float64, the policy's parameters.
+    [keys], the search's number where a key may leave, or empty where all may. saved: nodes that the
+    search changed, as they were before, each with the key saved before it as SAVED_AT; empty where
+    nothing is taken back. clock: int64 [3]. future: int64 [requests], when the key of each is
+    requested again. category: int32 [requests], from 0 on, or empty where unknown. reuse: float64
+    [categories, 2], what was learned of each. rules: float64, the policy's parameters.
     """
 
     node: npt.NDArray[np.int32]
@@ -54,7 +57,6 @@ class Queues(NamedTuple):
     cost: npt.NDArray[np.float64]
     able: npt.NDArray[np.int32]
     saved: npt.NDArray[np.int32]
-    saved_keys: npt.NDArray[np.int32]
     clock: npt.NDArray[np.int64]
     future: npt.NDArray[np.int64]
     category: npt.NDArray[np.int32]
@@ -68,13 +70,12 @@ def own_column(lists: int) -> int:
 
 
 @part
-def _save(node, saved, saved_keys, clock, k):
+def _save(node, saved, clock, k):
     if node[k, SAVED_AT] != clock[SERIAL]:
-        at = clock[SAVED]
-        clock[SAVED] = at + 1
-        saved_keys[at] = k
         for i in range(node.shape[1]):
-            saved[at, i] = node[k, i]
+            saved[k, i] = node[k, i]
+        saved[k, SAVED_AT] = clock[SAVED]
+        clock[SAVED] = k
         node[k, SAVED_AT] = clock[SERIAL]
 
 
@@ -82,7 +83,7 @@ def _save(node, saved, saved_keys, clock, k):
 def put(q, k, field, value):
     """Set a field of a key."""
     if q.saved.shape[0] > 0:
-        _save(q.node, q.saved, q.saved_keys, q.clock, k)
+        _save(q.node, q.saved, q.clock, k)
     q.node[k, field] = value
 
 
@@ -214,6 +215,11 @@ def hit(q, d, k):
 @part
 def miss(q, d, k):
     """A key that is not resident was requested; a ghost leaves its list here."""
+
+
+@part
+def miss_again(q, d, k):
+    """A key that missed, and was not admitted since, was requested: it is `AWAITED`, and stays."""
 
 
 @part

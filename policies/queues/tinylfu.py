@@ -91,6 +91,11 @@ def miss(q, d, k):
 
 
 @part
+def miss_again(q, d, k):
+    _count(q, d, k)
+
+
+@part
 def insert(q, d, k):
     push(q, d, _WINDOW, k)
     while weight(q, d, _WINDOW) > _window(q, d):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tierstore.directory import HandleSpace
 from tierstore.errors import ConfigError
-from tierstore.interfaces import Access, BlockScores
+from tierstore.interfaces import Access, BlockScores, Demand
 from tierstore.memory import unlimited
 from tierstore.policies import (
     ARC,
@@ -428,3 +429,104 @@ def test_scores_of_many_rows_are_gathered_in_little_memory(tables: int) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * rows * blocks / 3
+
+
+def test_a_search_that_was_interrupted_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Ctrl-C, say, or for lack of memory."""
+    asked, other = (PolicyCache(CLOCK(), 12, 6) for _ in range(2))
+    for cache in (asked, other):
+        cache.run(skewed(3, 60))
+    search = CLOCK._search
+
+    def interrupted(*demand: Any) -> None:  # noqa: ANN401 (whatever it takes)
+        search(*demand)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CLOCK, "_search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asked.victims(3)
+    monkeypatch.undo()
+    assert asked.run(skewed(4, 60)) == other.run(skewed(4, 60))
+
+
+def test_what_a_policy_knows_of_handles_is_charged() -> None:
+    """Also the nodes that a search saves."""
+    space = HandleSpace(unlimited())
+    policy = S3FIFO()
+    policy.bind(space)
+    segments = space.open(1)
+    handles = space.extend(segments, 5000)[0]
+    before = space.memory.by_purpose()["policy"]
+    history = Access(np.zeros(1, np.int64), handles[:0], np.zeros(0, np.float32), 1)
+    able = np.ones(5000, np.bool_)
+    policy.victims(Demand(segments, np.array([0, 5000]), handles, able, np.array([9]), history))
+    assert space.memory.by_purpose()["policy"] == before
+    uncharged = [value for value in vars(policy).values() if isinstance(value, np.ndarray)]
+    assert sum(array.nbytes for array in uncharged) < 1000
+
+
+def test_requests_that_the_arrays_do_not_have_are_refused() -> None:
+    """Compiled code would read and write beside them."""
+    policy = CLOCK()
+    with pytest.raises(ConfigError, match=r"^CLOCK: request before start: call start first$"):
+        policy.request(np.zeros(1, np.int32))
+    policy.start(5, 3)
+    for keys, named in (([0, 5], "0 to 5"), ([-1, 2], "-1 to 2")):
+        with pytest.raises(ConfigError, match=f"^keys from {named}: expected 0 to 4, as start"):
+            policy.request(np.array(keys, np.int32))
+    assert policy.request(np.array([], np.int32)).tolist() == []
+    assert policy.request(np.array([4, 4], np.int32)).tolist() == [False, True]
+    for sizes, costs in ((np.ones(4, np.int64), None), (None, np.ones(6))):
+        with pytest.raises(ConfigError, match=r"^(4 sizes|6 costs) for 5 keys: expected one"):
+            GDSF().start(5, 3, sizes, costs)
+
+
+def test_belady_is_asked_for_no_future_that_it_was_not_told() -> None:
+    policy = Belady()
+    policy.start(5, 3)
+    refusal = "^Belady knows the future of {} requests, {} were made: tell it more with expect$"
+    with pytest.raises(ConfigError, match=refusal.format(0, 1)):
+        policy.request(np.zeros(1, np.int32))
+    policy.expect(np.array([2, 9, 9]))
+    assert policy.request(np.array([0, 1], np.int32)).tolist() == [False, False]
+    with pytest.raises(ConfigError, match=refusal.format(3, 4)):
+        policy.request(np.array([0, 1], np.int32))
+    assert policy.request(np.array([0], np.int32)).tolist() == [True]
+
+
+def test_w_tinylfu_counts_what_stays_out() -> None:
+    """A store with hysteresis does not fetch all that misses, however often it is selected."""
+    cache = PolicyCache(WTinyLFU(), 12, 3)
+    assert cache.run([*[0, 1, 2] * 4, 7, 8]).evicted[-1] == 7
+    for step in range(20, 25):
+        again = Access(np.array([0, 1]), cache.handles([7]), np.zeros(1, np.float32), step)
+        cache.policy.on_access(again)
+    cache.run([7, 9])
+    assert 7 in cache.residents
+
+
+@pytest.mark.parametrize("policy", [ARC, S3FIFO, GDSF, WTinyLFU, LIRS, SIEVE])
+def test_the_numbers_of_a_domain_that_ended_are_those_of_a_new_one(
+    policy: type[QueuePolicy],
+) -> None:
+    old, new = (PolicyCache(policy(), 12, 5) for _ in range(2))
+    old.run(skewed(7, 300))
+    old.start_over()
+    found, expected = (vars(cache.policy)["_head"][0].tolist() for cache in (old, new))
+    assert found == expected
+
+
+def test_a_segment_follows_no_leader_of_one_that_had_its_number() -> None:
+    history = History(Adaptive(every=1))
+    for seed in range(9):
+        history.access(np.random.default_rng(seed))
+    shadows = vars(history.policy)["_shadows"]
+    one, others = history.segments[:1], history.segments[1:]
+    before = shadows.misses(others)
+    history.policy.on_remove(history.handles(int(one[0])))
+    history.policy.on_close(one, one)
+    assert not shadows.misses(one).any()
+    assert before.any()
+    assert (shadows.misses(others) == before).all()

@@ -24,11 +24,16 @@ WINDOW, BLOCKS = 4, 9
 
 
 class Wrong(LRU):
-    """Answers otherwise, or raises, when told to."""
+    """Answers otherwise, or raises, when told to; notes what is gone."""
 
     answer: Callable[[Demand, Ids], object] | None = None
     error: Exception | None = None
     raises_in = ""
+    """Names of methods."""
+
+    def __init__(self) -> None:
+        self.removed: list[int] = []
+        self.closed: list[tuple[list[int], list[int]]] = []
 
     def victims(self, demand: Demand) -> Ids:
         self._may_raise("victims")
@@ -48,11 +53,16 @@ class Wrong(LRU):
         super().on_evict(handles)
 
     def on_remove(self, handles: Ids) -> None:
+        self.removed += handles.tolist()
         self._may_raise("on_remove")
         super().on_remove(handles)
 
+    def on_close(self, segments: Ids, domains: Ids) -> None:
+        self.closed.append((segments.tolist(), domains.tolist()))
+        self._may_raise("on_close")
+
     def _may_raise(self, where: str) -> None:
-        if self.error is not None and where == self.raises_in:
+        if self.error is not None and where in self.raises_in.split():
             raise self.error
 
 
@@ -282,3 +292,77 @@ def test_a_policy_of_a_lower_tier_that_raises_takes_no_slots(tmp_path: Path) -> 
         policy.error = None
         assert len(list(store.visit(selection, segments))) == 1
         store.validate()
+
+
+class Deep(NamedTuple):
+    """One segment over three tiers, its two blocks in each of them."""
+
+    store: BlockStore
+    top: Wrong
+    lower: Wrong
+    segments: Ids
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Deep]:
+    tiers = [
+        make_tier(kind, 1 << 20, tmp_path, level)
+        for level, kind in enumerate(["device", "pinned", "mmap"])
+    ]
+    top, lower = Wrong(), Wrong()
+    with closing(BlockStore(LAYOUT, tiers, [top, lower])) as store:
+        store.resize(0, 4)
+        store.resize(1, 4)
+        segments = store.open(1)
+        store.set_quota(segments, np.array([2]))
+        store.append(segments, np.ones((1, 2, LAYOUT.block_bytes), np.uint8))
+        both = np.arange(2, dtype=np.int32)
+        selection = Selection(np.array([0, 2]), both, np.zeros(2, np.float32))
+        assert len(list(store.visit(selection, segments))) == 1
+        assert [store._moves.residency[level].resident for level in range(3)] == [2, 2, 2]
+        yield Deep(store, top, lower, segments)
+        store.validate()
+
+
+def test_blocks_are_gone_though_a_policy_raises_when_it_hears_of_it(deep: Deep) -> None:
+    store, handles = deep.store, deep.store.space.all_handles(int(deep.segments[0])).tolist()
+    deep.top.error, deep.top.raises_in = ValueError("no"), "on_remove"
+    deep.lower.error, deep.lower.raises_in = KeyError("nor I"), "on_remove"
+    with pytest.raises(PolicyError, match=r"^Wrong\.on_remove raised ValueError\('no'\)$"):
+        store.truncate(deep.segments, 0)
+    assert [store._moves.residency[level].resident for level in range(3)] == [0, 0, 0]
+    assert store.space.blocks[deep.segments].tolist() == [0]
+    assert deep.lower.removed == deep.top.removed == handles
+
+
+def test_segments_are_gone_though_a_policy_raises_when_it_hears_of_it(deep: Deep) -> None:
+    store = deep.store
+    deep.top.error, deep.top.raises_in = ValueError("no"), "on_remove on_close"
+    with pytest.raises(PolicyError, match=r"^Wrong\.on_close raised ValueError"):
+        store.drop(deep.segments)
+    assert deep.lower.closed == [(deep.segments.tolist(), [])]
+    deep.top.error = None
+    again = store.open(1)
+    assert again.tolist() == deep.segments.tolist()
+    assert store.space.blocks[again].tolist() == store.quota(again).tolist() == [0]
+
+
+def test_an_error_is_not_hidden_by_that_of_a_policy_that_hears_of_its_blocks(deep: Deep) -> None:
+    store = deep.store
+    deep.top.error, deep.top.raises_in = KeyError("nor I"), "on_remove"
+    deep.lower.error, deep.lower.raises_in = ValueError("no"), "on_access"
+    blocks = np.ones((1, 2, LAYOUT.block_bytes), np.uint8)
+    with pytest.raises(PolicyError, match=r"^Wrong\.on_access raised ValueError") as caught:
+        store.append(deep.segments, blocks)
+    note = "taking the blocks back: Wrong.on_remove raised KeyError('nor I')"
+    assert caught.value.__notes__ == [note]
+    assert store.space.blocks[deep.segments].tolist() == [2]
+    assert [store._moves.residency[level].resident for level in range(3)] == [2, 2, 2]
+
+
+def test_a_policy_hears_of_domains_that_have_no_segment_any_more(it: Setting) -> None:
+    domain = it.segments[:1]
+    shared = it.store.open(1, domain)
+    it.store.drop(shared)
+    it.store.drop(it.segments)
+    assert it.policy.closed == [(shared.tolist(), []), (it.segments.tolist(), [0, 1])]

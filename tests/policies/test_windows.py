@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.directory import HandleSpace
-from tierstore.interfaces import Access
+from tierstore.interfaces import Access, EvictionPolicy
 from tierstore.memory import unlimited
-from tierstore.policies import LRU
+from tierstore.policies import CLOCK, LRU, S3FIFO
 from tierstore.policies.knapsack import exact, greedy
 from tierstore.policies.profile import ReuseProfile
 from tierstore.policies.windows import BUDGETS, WINDOWS, allocate_budgets, allocate_windows
 from tierstore.testing import PolicyTests
+from tierstore.testing.policy_cache import PolicyCache
+from tierstore.testing.policy_traces import KEYS, Requests, capacities, requests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,24 @@ class TestReuseProfile(PolicyTests):
 
     def make_policy(self) -> ReuseProfile:
         return ReuseProfile(LRU())
+
+
+class TestReuseProfileOfAQueue(PolicyTests):
+    """A queue policy hears of more than accesses."""
+
+    def make_policy(self) -> ReuseProfile:
+        return ReuseProfile(CLOCK())
+
+    @given(requests, capacities)
+    def test_it_decides_as_the_policy_alone(self, trace: Requests, capacity: int) -> None:
+        for alone in (CLOCK, S3FIFO):
+            wrapped = PolicyCache(ReuseProfile(alone()), KEYS, capacity)
+            assert wrapped.run(trace) == PolicyCache(alone(), KEYS, capacity).run(trace)
+
+    def test_every_event_reaches_the_policy(self) -> None:
+        """Also one that this test does not know."""
+        events = [name for name in vars(EvictionPolicy) if not name.startswith("_")]
+        assert set(events) <= set(vars(ReuseProfile))
 
 
 class Profiled:
@@ -148,6 +168,25 @@ def test_blocks_that_come_later_and_rows_without_blocks_are_counted_rightly() ->
     # Half of the steps of segment 2 did not happen: its misses are spread over all six.
     found = profiled.profile.misses(np.array([0, later[1]], np.int32), np.array([[2.0], [1.0]]))
     np.testing.assert_allclose(found[:, 0], [2 / 6, 1 / 6])
+
+
+def test_a_segment_with_the_number_of_another_begins_anew() -> None:
+    """It warms up, and the ages of the other one are not its own."""
+    profiled = Profiled(2, 2)
+    for blocks in ([0, 1], [2, 3], [0, 4], [2, 5]):
+        profiled.step([blocks, blocks])
+    gone = profiled.segments[:1]
+    profiled.profile.on_remove(profiled.space.all_handles(int(gone[0])))
+    profiled.space.close(int(gone[0]))
+    profiled.profile.on_close(gone, gone)
+    assert profiled.space.open(1).tolist() == gone.tolist()
+    sizes = np.array([[2.0, 4.0]])
+    assert profiled.profile.misses(gone, sizes).tolist() == [[0, 0]]
+    assert (profiled.profile.misses(profiled.segments[1:], sizes) > 0).all()
+    profiled.handles[0] = profiled.space.extend(gone, BLOCKS)[0]
+    profiled.step([[0, 1]])
+    profiled.step([[2, 3]])
+    assert profiled.profile.misses(gone, sizes).tolist() == [[0, 0]]
 
 
 def test_windows_go_where_they_save_most_at_the_same_total() -> None:

@@ -151,6 +151,25 @@ class PolicyCache:
         self._number_keys()
         self._running = self._access([], None, self._running.step)
 
+    def start_over(self) -> None:
+        """Let every segment be gone, and its domain; others have their numbers then."""
+        every = np.unique(self._segments)
+        self.policy.on_remove(self.handles(range(self.keys)))
+        self.residents.clear()
+        self.pinned.clear()
+        for segment in every[::-1].tolist():
+            self._space.close(segment)
+        self.policy.on_close(every, np.array([_DOMAIN], np.int32))
+        self._space.open(SEGMENTS)
+        self._space.extend(every, self._depth)
+        self._number_keys()
+        self._running = self._access([], None, self._running.step)
+        self._tell_capacity()
+
+    def skip(self, steps: int) -> None:
+        """Let so many steps pass in which other blocks are used."""
+        self._running = self._access([], None, self._running.step + steps)
+
     def _number_keys(self) -> None:
         order = list(self._blocks)
         per_segment = [self._space.all_handles(s)[order].tolist() for s in self._segments.tolist()]

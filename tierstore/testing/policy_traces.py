@@ -144,6 +144,18 @@ class PolicyTraceTests(ABC):
         assert before.hits + after.hits == whole.hits
         assert before.evicted + after.evicted == whole.evicted
 
+    @trace_law
+    @given(requests, requests, capacities, seeds)
+    def test_a_domain_that_ended_leaves_nothing_behind(
+        self, before: Requests, trace: Requests, capacity: int, seed: int
+    ) -> None:
+        """A new one with its number, and with new segments and blocks, is like the first ever."""
+        again, first = self.cache(capacity), self.cache(capacity)
+        again.run(before, seed)
+        again.start_over()
+        first.skip(len(before))
+        assert again.run(trace, seed) == first.run(trace, seed)
+
     def test_anything_may_happen_at_any_moment(self) -> None:
         suite = self
 
