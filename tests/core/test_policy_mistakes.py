@@ -241,21 +241,6 @@ def test_what_a_policy_is_told_has_happened_even_if_it_raises(
     assert it.state()[1] == content
 
 
-def test_blocks_whose_removal_a_policy_fails_to_hear_of_can_be_removed_again(it: Setting) -> None:
-    """They have left its tier and the tiers above, and are still blocks of their segments."""
-    content = it.state()[1]
-    it.policy.error, it.policy.raises_in = ZeroDivisionError("no blocks"), "on_remove"
-    with pytest.raises(PolicyError, match=r"^Wrong\.on_remove raised ZeroDivisionError"):
-        it.store.truncate(it.segments, 2)
-    slots, after = it.state()
-    assert [slot >= 0 for slot in slots[:BLOCKS]] == [True, True] + [False] * (BLOCKS - 2)
-    assert after == content
-    it.store.validate()
-    it.policy.error = None
-    it.store.truncate(it.segments, 2)
-    assert it.store.space.blocks[it.segments].tolist() == [2, 2]
-
-
 def test_an_error_of_the_library_passes_through(it: Setting) -> None:
     it.policy.error, it.policy.raises_in = ConfigError("not for a store"), "victims"
     with pytest.raises(ConfigError, match="not for a store"):

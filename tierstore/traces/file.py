@@ -1,4 +1,4 @@
-"""The container of every trace: named arrays and a header in one .npz file, without pickle."""
+"""The container of every trace: named arrays of numbers and a header in one .npz file."""
 
 from __future__ import annotations
 
