@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tierstore.policies.queues.loops import Loops
 
 _NONE: Ids = np.zeros(0, np.int32)
+_CATEGORIES = 1 << 16
+"""Numbers of categories below this are fine whatever the number of requests."""
 _NO_NODES: Ids = np.zeros((0, 0), np.int32)
 
 
@@ -199,7 +201,7 @@ class QueuePolicy(EvictionPolicy):
         if cost is not None:
             self._cost = cost
         if category is not None:
-            self._category = category
+            self._category = _checked_categories(category)
             self._reuse = np.zeros((int(category.max(initial=-1)) + 1, 2))
         self.on_capacity(np.zeros(1, np.int32), np.array([capacity]))
 
@@ -228,11 +230,27 @@ class QueuePolicy(EvictionPolicy):
             given = f"keys from {keys.min()} to {keys.max()}"
             raise ConfigError(f"{given}: expected 0 to {known - 1}, as start was told")
         made = int(self._clock[TIME]) + len(keys)
+        if len(self._reuse) and made > len(self._category):
+            raise ConfigError(
+                f"{name} was told the categories of {len(self._category)} requests, {made} were "
+                "made: tell start of all that are to come"
+            )
         if self.needs_future and made > told:
             raise ConfigError(
                 f"{name} knows the future of {told} requests, {made} were made: tell it more with "
                 "expect"
             )
+
+
+def _checked_categories(category: Ids) -> Ids:
+    """Compiled code has a table of them, and does not look where it reads and writes."""
+    end = max(len(category), _CATEGORIES)
+    if len(category) and not 0 <= category.min() <= category.max() < end:
+        raise ConfigError(
+            f"categories from {category.min()} to {category.max()}: expected numbers from 0 on, "
+            f"below {end}"
+        )
+    return category
 
 
 class _KeySpace:

@@ -332,3 +332,16 @@ def test_a_store_evicts_what_the_reference_does_for_long(name: str) -> None:
     store = Store(MAKERS[name](), 11)
     play(store, REFERENCES[name](11), script)
     assert len(store.evicted) > 100
+
+
+@pytest.mark.parametrize("category", [[0, -1, 0], [0, 1 << 20, 0], [0, 0]])
+def test_categories_that_compiled_code_would_look_up_elsewhere_are_refused(
+    category: list[int],
+) -> None:
+    def replayed() -> None:
+        policy = WorkloadAware()
+        policy.start(4, 2, category=np.array(category, np.int32))
+        policy.request(np.arange(3, dtype=np.int32))
+
+    with pytest.raises(ConfigError, match="categories"):
+        replayed()

@@ -62,6 +62,10 @@ def test_a_trace_comes_back(tmp_path: Path) -> None:
         ({"request_ptr": PTR[:-1], "blocks": BLOCKS}, "expected to rise from 0 to"),
         ({"request_ptr": PTR[:0], "blocks": BLOCKS[:0]}, "expected to rise from 0 to"),
         ({"request_ptr": np.array([0, 3, 2, 3]), "blocks": BLOCKS}, "expected to rise from 0 to"),
+        (
+            {"request_ptr": np.array([0, 2**62, 5 - 2**63, len(BLOCKS)]), "blocks": BLOCKS},
+            "expected to rise from 0 to",
+        ),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": PTR}, r"sizes: expected int64 \[3\]"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 0, 0])}, "bytes above 0"),
         ({"request_ptr": PTR, "blocks": BLOCKS, "sizes": np.array([1, 2, 3])}, "one size for each"),
