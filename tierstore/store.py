@@ -22,7 +22,7 @@ from tierstore.kernels import tables
 from tierstore.memory import Memory, unlimited
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import format_size
-from tierstore.transfer import Transfers
+from tierstore.transfer import Transfers, check_chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -72,7 +72,7 @@ class BlockStore:
         segments: int = 1,
         blocks_each: int = 0,
     ) -> None:
-        _check_chain(layout, tiers, policies)
+        check_chain(layout, tiers, policies)
         self.layout = layout
         self.tiers = tuple(tiers)
         self.metrics = StoreMetrics([tier.name for tier in tiers])
@@ -496,23 +496,3 @@ def _metadata_memory(tiers: Sequence[Tier]) -> Memory:
     memories = [tier.memory for tier in tiers if tier.memory is not None]
     host = [memory for memory in memories if memory.is_host]
     return host[-1] if host else unlimited()
-
-
-def _check_chain(
-    layout: BlockLayout, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy]
-) -> None:
-    if not tiers:
-        raise ConfigError("tiers=[]: expected at least one tier")
-    if len(policies) != len(tiers) - 1:
-        raise ConfigError(
-            f"{len(policies)} policies for {len(tiers)} tiers: expected one for each but the last"
-        )
-    for tier in tiers:
-        if tier.layout != layout:
-            raise ConfigError(
-                f"tier {tier.name!r} has another layout than the store: build both from one"
-            )
-    if not tiers[0].is_addressable:
-        raise ConfigError(
-            f"tier {tiers[0].name!r} cannot be read in place: put a memory tier first"
-        )

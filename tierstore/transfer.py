@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.directory import Residency
-from tierstore.errors import CapacityError, PolicyError, TierstoreError
+from tierstore.errors import CapacityError, ConfigError, PolicyError, TierstoreError
 from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers, Selection
 from tierstore.kernels import tables
 
@@ -376,6 +376,27 @@ class Transfers:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+
+def check_chain(
+    layout: BlockLayout, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy]
+) -> None:
+    """ConfigError for tiers and policies that do not make a chain."""
+    if not tiers:
+        raise ConfigError("tiers=[]: expected at least one tier")
+    if len(policies) != len(tiers) - 1:
+        raise ConfigError(
+            f"{len(policies)} policies for {len(tiers)} tiers: expected one for each but the last"
+        )
+    for tier in tiers:
+        if tier.layout != layout:
+            raise ConfigError(
+                f"tier {tier.name!r} has another layout than the store: build both from one"
+            )
+    if not tiers[0].is_addressable:
+        raise ConfigError(
+            f"tier {tiers[0].name!r} cannot be read in place: put a memory tier first"
+        )
 
 
 def _bad_selection(selection: Selection, position: int) -> str:

@@ -83,4 +83,5 @@ def _show(options: argparse.Namespace) -> None:
         return
     from rich.console import Console
 
-    Console().print(table(plan))
+    # Names of models and documents may look like markup.
+    Console(markup=False).print(table(plan))

@@ -140,3 +140,12 @@ def test_the_selectable_share_is_that_of_full_attention() -> None:
             row = of_layer[0, :, token, : token + 1].double()
             expected += row[:, 4 : token + 1 - 64].sum(1).unflatten(0, (2, 2)).mean(1) / 2
         torch.testing.assert_close(found[layer], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.plan")
+    Plan(np.ones((2, 2)), 4, 64, facts={"model": "[/bold]x"}).save(path)
+    assert main(["plan", "show", path]) == 0
+    assert "[/bold]x" in capsys.readouterr().out
