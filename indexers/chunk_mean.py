@@ -1,17 +1,13 @@
-"""Each block is represented by the mean of its keys (as ShadowKV's landmarks are)."""
+"""Each page is represented by the mean of its keys (as ShadowKV's landmarks are)."""
 
-import torch
-
-from tierstore.indexers.scoring import Representatives, ScoringIndex
-from tierstore.interfaces import IndexContext
+from tierstore.indexers.rules import Rule
+from tierstore.indexers.scoring import NewTokens, Representatives, ScoringIndex
 
 
 class ChunkMeanIndex(ScoringIndex):
-    """One mean key per block. ShadowKV takes the largest mass over heads, not the sum."""
+    """One mean key per page. ShadowKV takes the largest mass over heads, not the sum."""
 
-    aggregate = "max"
+    rule = Rule("max")
 
-    def represent(self, keys: torch.Tensor, context: IndexContext) -> Representatives:
-        pages = keys.unflatten(1, (-1, self.shape.block_tokens))
-        means = pages.float().mean(2)
-        return Representatives(means, torch.full(means.shape[:2], float(self.shape.block_tokens)))
+    def represent(self, new: NewTokens) -> Representatives:
+        return Representatives({"vectors": new.pages(self.page_tokens).float().mean(2)})

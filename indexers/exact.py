@@ -1,17 +1,14 @@
 """Every key is its own representative: the oracle that other indexes are measured against."""
 
-import torch
-
-from tierstore.indexers.scoring import IndexShape, Representatives, ScoringIndex
-from tierstore.interfaces import IndexContext
+from tierstore.indexers.rules import Rule
+from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
 
 
 class ExactIndex(ScoringIndex):
     """Ranks blocks by their true attention mass, summed over tokens and query heads."""
 
-    def __init__(self, shape: IndexShape) -> None:
-        super().__init__(shape)
-        self.units_per_block = shape.block_tokens
+    def __init__(self, shape: IndexShape, *, rule: Rule | None = None) -> None:
+        super().__init__(shape, page_tokens=1, rule=rule)
 
-    def represent(self, keys: torch.Tensor, context: IndexContext) -> Representatives:
-        return Representatives(keys, torch.ones(keys.shape[:2]))
+    def represent(self, new: NewTokens) -> Representatives:
+        return Representatives({"vectors": new.keys})

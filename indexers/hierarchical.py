@@ -1,4 +1,4 @@
-"""KVDrive's index (K5): block means grouped by similarity, and the groups' centroids scored."""
+"""KVDrive's index (K5): page means grouped by similarity, and the groups' centroids scored."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.indexers.scoring import IndexShape, Representatives, ScoringIndex
+from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
 from tierstore.kernels.clustering import kmeans
 
 if TYPE_CHECKING:
-    from tierstore.interfaces import IndexContext
+    from tierstore.indexers.rules import Rule
 
 
 class HierarchicalIndex(ScoringIndex):
-    """Centroids of block means; only they and the member lists stay, the means are for building.
+    """Centroids of page means; only they and the member lists stay, the means are for building.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class HierarchicalIndex(ScoringIndex):
     iterations: rounds of k-means.
     """
 
-    units_per_block = 0
+    is_coarse = True
 
     def __init__(
         self,
@@ -35,20 +35,22 @@ class HierarchicalIndex(ScoringIndex):
         tokens_per_centroid: float = 15.0,
         segment_tokens: int = 2048,
         iterations: int = 10,
+        page_tokens: int | None = None,
+        rule: Rule | None = None,
     ) -> None:
         if tokens_per_centroid < 1 or segment_tokens < shape.block_tokens or iterations < 1:
             raise ConfigError(
                 f"tokens_per_centroid={tokens_per_centroid}, segment_tokens={segment_tokens}, "
                 f"iterations={iterations}: expected at least 1, {shape.block_tokens} and 1"
             )
-        super().__init__(shape)
+        super().__init__(shape, page_tokens=page_tokens, rule=rule)
         self.tokens_per_centroid = tokens_per_centroid
         self.segment_tokens = segment_tokens
         self.iterations = iterations
 
-    def represent(self, keys: torch.Tensor, context: IndexContext) -> Representatives:
-        means = keys.unflatten(1, (-1, self.shape.block_tokens)).float().mean(2)
-        stretch = max(1, self.segment_tokens // self.shape.block_tokens)
+    def represent(self, new: NewTokens) -> Representatives:
+        means = new.pages(self.page_tokens).float().mean(2)
+        stretch = max(1, self.segment_tokens // self.page_tokens)
         parts = [self._cluster(part) for part in means.split(stretch, dim=1)]
         offsets = [0]
         for centroids, _ in parts:
@@ -57,16 +59,14 @@ class HierarchicalIndex(ScoringIndex):
         unit_of = torch.cat(
             [part + offset for (_, part), offset in zip(parts, offsets, strict=False)], 1
         )
-        sizes = torch.zeros(centroids.shape[:2])
-        sizes.scatter_add_(
-            1, unit_of.cpu(), torch.full(unit_of.shape, float(self.shape.block_tokens))
-        )
-        return Representatives(centroids, sizes, unit_of)
+        sizes = torch.zeros(centroids.shape[:2], device=centroids.device)
+        sizes.scatter_add_(1, unit_of, torch.full(unit_of.shape, float(self.page_tokens)).to(sizes))
+        return Representatives({"vectors": centroids}, sizes, unit_of)
 
     def _cluster(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = means.shape[1]
-        wanted = round(blocks * self.shape.block_tokens / self.tokens_per_centroid)
+        pages = means.shape[1]
+        wanted = round(pages * self.page_tokens / self.tokens_per_centroid)
         assignment, centroids = kmeans(
-            means, min(max(1, wanted), blocks), iterations=self.iterations
+            means, min(max(1, wanted), pages), iterations=self.iterations
         )
         return centroids, assignment

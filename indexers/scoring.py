@@ -1,22 +1,23 @@
 """The reduced base of indexes: say how keys become representatives, get an index.
 
-A *unit* is what gets a score. It may be finer than a block (single tokens), the block itself, or
-coarser (a cluster of blocks); `represent` decides, and the rest is shared: growth, scoring,
-selection, state.
+A *page* is what the index looks at: a block, or an equal part of one. A *unit* is what gets a
+score: a page, or, where `is_coarse`, a cluster of pages. `represent` says what stands for a unit;
+the rest is shared: growth, scoring, selection, state.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
 
 from tierstore import kernels
-from tierstore.arrays import as_array
 from tierstore.errors import ConfigError, StoreMismatchError
+from tierstore.indexers.columns import Column, Columns
+from tierstore.indexers.rules import Rule
 from tierstore.interfaces import BlockScores, Ids, Index, IndexContext, Pointers, Scores, Selection
 from tierstore.kernels.element import is_host, stored_dtype, to_tensor
 
@@ -35,7 +36,7 @@ class IndexShape:
     """What an index must know about the model and its memory.
 
     group: query heads per KV head. dim: head dimension. block_tokens: tokens of a block.
-    scale: factor of the logits.
+    scale: factor of the logits. heads: rows of a sequence, which stand next to each other.
     memory, scratch: where representatives live and are scored: the memory of the device.
     table_memory, table_scratch: where lists of blocks live and are selected from: host memory; the
         same as those above by default.
@@ -50,138 +51,263 @@ class IndexShape:
     scratch: Scratch
     table_memory: Memory | None = None
     table_scratch: Scratch | None = None
+    heads: int = 1
 
 
-_ON_DEVICE = ("_vectors", "_sizes")
-_IN_TABLES = ("_counts", "_blocks", "_unit_of", "_costs", "_unit_ptr", "_unit_blocks")
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Tokens to represent, whole blocks of rows that have equally many.
 
-
-@dataclass(frozen=True)
-class Representatives:
-    """What `represent` makes of new keys of R' rows.
-
-    vectors: [R', u, d]. sizes: float32 [R', u], tokens that each stands for (0 = stands for none).
-    unit_of: int [R', blocks], the unit of each new block, counted from 0; None where units are not
-        coarser than blocks.
+    rows: which. keys: [R', n, d]. values: [R', n, e]. first_unit: units that the rows have already;
+    0 at their build.
     """
 
-    vectors: torch.Tensor
-    sizes: torch.Tensor
+    rows: slice
+    keys: torch.Tensor
+    values: torch.Tensor
+    context: IndexContext
+    first_unit: int
+
+    def pages(self, tokens: int) -> torch.Tensor:
+        """The keys by pages, [R', n / tokens, tokens, d]."""
+        pages: torch.Tensor = self.keys.unflatten(1, (-1, tokens))
+        return pages
+
+
+@dataclass(frozen=True, eq=False)
+class Representatives:
+    """What `represent` makes of new tokens.
+
+    units: for each column of units, its new places [R', u, ...].
+    sizes: float32 [R', u], tokens that each unit stands for; None where units are pages.
+    unit_of: int [R', pages], the new unit of each new page, counted from 0; None where units are
+        pages.
+    rows: for columns of rows, new contents [R', ...]; columns not named stay as they are.
+    kept: bool [R', blocks], blocks that every step selects beside its budget; needs `keeps_blocks`.
+    """
+
+    units: Mapping[str, torch.Tensor]
+    sizes: torch.Tensor | None = None
     unit_of: torch.Tensor | None = None
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kept: torch.Tensor | None = None
 
 
 class ScoringIndex(Index):
     """Scores every unit of a row with every query of the row, and takes the best units.
 
-    Heads are combined after the softmax over units: by the sum of their masses, or by the largest.
+    Parameters
+    ----------
+    page_tokens: tokens of a page, a divisor of the block's; the block's by default.
+    rule: how the heads are combined; that of the system by default.
     """
 
-    aggregate = "sum"
-    units_per_block = 1
-    """Units of one block where they are finer than blocks."""
+    rule = Rule()
+    is_coarse = False
+    """Whether a unit may have several pages, as `Representatives.unit_of` says."""
+    keeps_blocks = False
+    """Whether some blocks are selected always."""
 
-    def __init__(self, shape: IndexShape) -> None:
+    def __init__(
+        self, shape: IndexShape, *, page_tokens: int | None = None, rule: Rule | None = None
+    ) -> None:
         if shape.block_tokens < 1:
             raise ConfigError(f"block_tokens={shape.block_tokens}: expected at least 1")
+        self.page_tokens = shape.block_tokens if page_tokens is None else page_tokens
+        if self.page_tokens < 1 or shape.block_tokens % self.page_tokens:
+            raise ConfigError(
+                f"page_tokens={page_tokens}: expected a divisor of block_tokens="
+                f"{shape.block_tokens}"
+            )
         self.shape = shape
+        self.rule = rule or self.rule
+        if self.is_coarse and self.rule.aggregate == "mean_all":
+            raise ConfigError(
+                "aggregate='mean_all': heads cannot share clusters that are their own"
+            )
         self.segments: Ids = np.empty(0, np.int32)
-        self._tables = shape.table_memory or shape.memory
         self._scratch = shape.table_scratch or shape.scratch
-        element = stored_dtype(shape.dtype)
-        self._vectors: Array = shape.memory.take((0, 0, shape.dim), element, "index")
-        self._sizes: Scores = shape.memory.take((0, 0), np.float32, "index")
-        take = self._tables.take
-        self._counts: Ids = take(0, np.int32, "index")
-        self._blocks: Ids = take(0, np.int32, "index")
-        self._unit_of: Ids = take((0, 0), np.int32, "index")
-        self._costs: Ids = take((0, 0), np.int32, "index")
-        self._unit_ptr: Ids = take((0, 0), np.int32, "index")
-        self._unit_blocks: Ids = take((0, 0), np.int32, "index")
+        columns = {**self.columns(), **self._lists()}
+        self.data = Columns(columns, shape.memory, shape.table_memory or shape.memory)
+
+    def columns(self) -> dict[str, Column]:
+        """The arrays that `represent` fills; one vector for each unit by default."""
+        return {"vectors": Column("unit", (self.shape.dim,), stored_dtype(self.shape.dtype))}
 
     @abstractmethod
-    def represent(self, keys: torch.Tensor, context: IndexContext) -> Representatives:
-        """Representatives of keys [R', n, d], n a multiple of the block's tokens."""
+    def represent(self, new: NewTokens) -> Representatives:
+        """What stands for new tokens."""
+
+    def logits(self, query: Array, out: Array) -> None:
+        """Logits float32 [R, G, u] of every unit for queries [R, G, d]; places behind are free."""
+        kernels.dot_logits(query, self.data["vectors"], self.units, self.shape.scale, out)
 
     @property
-    def _is_coarse(self) -> bool:
-        return self.units_per_block == 0
+    def units(self) -> Ids:
+        """Units of each row."""
+        return self.data["units"]
+
+    @property
+    def blocks(self) -> Ids:
+        """Blocks of each row."""
+        return self.data["blocks"]
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that a block is divided into."""
+        return self.shape.block_tokens // self.page_tokens
+
+    @property
+    def _takes_whole_units(self) -> bool:
+        """Whether blocks are selected cluster by cluster."""
+        return self.is_coarse and self.pages_per_block == 1
+
+    def _lists(self) -> dict[str, Column]:
+        """What every index of its kind knows about rows, units and blocks."""
+        lists = {
+            "units": Column("row", (), np.int32, on_host=True),
+            "blocks": Column("row", (), np.int32, on_host=True),
+        }
+        if self.keeps_blocks:
+            lists["kept"] = Column("block", (), np.bool_, on_host=True)
+        if self.is_coarse:
+            lists["sizes"] = Column("unit", (), np.float32)
+            lists["unit_of"] = Column("page", (), np.int32, on_host=True)
+        if self._takes_whole_units:
+            lists["members"] = Column("page", (), np.int32, on_host=True)
+            lists["costs"] = Column("unit", (), np.int32, on_host=True)
+            lists["starts"] = Column("unit", (), np.int32, on_host=True)
+        return lists
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, name).nbytes for name in _ON_DEVICE + _IN_TABLES)
+        return self.data.nbytes
+
+    @property
+    def kept(self) -> Ids:
+        if not self.keeps_blocks:
+            return np.zeros(len(self.segments), np.int32)
+        kept: Ids = self.data["kept"].sum(1).astype(np.int32)
+        return kept
 
     def add_rows(self, segments: Ids) -> None:
-        rows = len(self.segments) + len(segments)
         self.segments = np.concatenate([self.segments, segments]).astype(np.int32)
-        self._grow("_counts", (rows,))
-        self._grow("_blocks", (rows,))
-        self._reserve(rows, self._vectors.shape[1], self._unit_blocks.shape[1])
+        self.data.reserve(len(self.segments))
 
     def extend(
         self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext
     ) -> None:
-        made = self.represent(keys, context)
-        units, blocks = made.vectors.shape[1], keys.shape[1] // self.shape.block_tokens
-        have_units, have_blocks = int(self._counts[rows][0]), int(self._blocks[rows][0])
-        self._reserve(len(self.segments), have_units + units, have_blocks + blocks)
-        new_units = slice(have_units, have_units + units)
-        vectors = made.vectors.to(self.shape.dtype).contiguous()
-        self._vectors[rows, new_units] = as_array(vectors)
-        self._sizes[rows, new_units] = as_array(made.sizes.float().to(vectors.device))
+        if not bool(torch.isfinite(keys).all()):
+            raise ConfigError(
+                f"keys {tuple(keys.shape)} with NaN or infinity: expected finite numbers; no index "
+                "can rank them, and the attention over them is as broken"
+            )
+        have = int(self.units[rows][0])
+        made = self.represent(NewTokens(rows, keys, values, context, have))
+        units = next(iter(made.units.values())).shape[1]
+        blocks = keys.shape[1] // self.shape.block_tokens
+        have_blocks = int(self.blocks[rows][0])
+        have_pages = have_blocks * self.pages_per_block
+        self.data.reserve(
+            unit=have + units,
+            page=have_pages + blocks * self.pages_per_block,
+            block=have_blocks + blocks,
+        )
+        for name, content in made.units.items():
+            self._put(name, (rows, slice(have, have + units)), content)
+        for name, content in made.rows.items():
+            self._put(name, (rows,), content)
         if made.unit_of is not None:
-            self._list_members(rows, have_units, have_blocks, units, made.unit_of.cpu().numpy())
-        self._counts[rows] += units
-        self._blocks[rows] += blocks
+            assert made.sizes is not None
+            self._put("sizes", (rows, slice(have, have + units)), made.sizes.float())
+            self._list_members(rows, have, have_pages, units, made.unit_of.cpu().numpy())
+        if made.kept is not None:
+            self._put("kept", (rows, slice(have_blocks, have_blocks + blocks)), made.kept)
+        self.units[rows] += units
+        self.blocks[rows] += blocks
+
+    def _put(self, name: str, where: tuple[slice, ...], content: torch.Tensor) -> None:
+        to_tensor(self.data[name][where]).copy_(content)
 
     def _list_members(
-        self, rows: slice, have_units: int, have_blocks: int, units: int, unit_of: Ids
+        self, rows: slice, have_units: int, have_pages: int, units: int, unit_of: Ids
     ) -> None:
-        """Enter new blocks, listed unit by unit after those there are."""
-        blocks = slice(have_blocks, have_blocks + unit_of.shape[1])
-        self._unit_of[rows, blocks] = unit_of + have_units
-        self._unit_blocks[rows, blocks] = np.argsort(unit_of, axis=1, kind="stable") + have_blocks
-        costs = np.stack([np.bincount(row, minlength=units) for row in unit_of])
+        """Enter new pages, listed unit by unit after those there are."""
+        pages = slice(have_pages, have_pages + unit_of.shape[1])
         new_units = slice(have_units, have_units + units)
-        self._costs[rows, new_units] = costs
-        self._unit_ptr[rows, new_units] = np.cumsum(costs, axis=1) - costs + have_blocks
+        self.data["unit_of"][rows, pages] = unit_of + have_units
+        if not self._takes_whole_units:
+            return
+        self.data["members"][rows, pages] = np.argsort(unit_of, axis=1, kind="stable") + have_pages
+        costs = np.stack([np.bincount(row, minlength=units) for row in unit_of])
+        self.data["costs"][rows, new_units] = costs
+        self.data["starts"][rows, new_units] = np.cumsum(costs, axis=1) - costs + have_pages
 
     def select(self, query: Array, budgets: Ids) -> Selection:
-        rows, array = len(self.segments), self.shape.scratch.array
-        budgets = np.minimum(budgets, self._blocks)
-        width = self._vectors.shape[1]
-        scores: Scores = array("unit scores", (rows, width), np.float32)
-        logits = array("unit logits", (rows, self.shape.group, width), np.float32)
-        kernels.score_units(query, self._vectors, self._counts, self._sizes, self.shape.scale,
-                            self.aggregate, scores, logits)  # fmt: skip
-        scores = scores if is_host(scores) else to_tensor(scores).cpu().numpy()
+        unit_scores = self._unit_scores(query)
         array = self._scratch.array
-        if self._is_coarse:
-            tables = (self._counts, self._costs, self._unit_ptr, self._unit_blocks)
-            everything = BlockScores(scores, self._unit_of, self.segments)
+        if self._takes_whole_units:
+            data = self.data
+            scores, unit_of = unit_scores, data["unit_of"]
+            tables = (self.units, data["costs"], data["starts"], data["members"])
         else:
-            scores = self._per_block(scores)
-            one_each, identity = self._identity(scores.shape[1])
-            tables = (self._blocks, one_each, identity, identity)
-            everything = BlockScores(scores, identity, self.segments)
+            scores = self._block_scores(unit_scores)
+            one_each, unit_of = self._identity(scores.shape[1])
+            tables = (self.blocks, one_each, unit_of, unit_of)
+        if self.rule.threshold is not None:
+            budgets = self._within(self.rule.threshold, scores, tables[0], tables[1], budgets)
+        budgets = np.minimum(budgets + self.kept, self.blocks)
         total = int(budgets.sum())
-        row_ptr: Pointers = array("row pointers", (rows + 1,), np.int64)
+        row_ptr: Pointers = array("row pointers", (len(budgets) + 1,), np.int64)
         ids: Ids = array("ids", (total,), np.int32)
         picked: Scores = array("scores", (total,), np.float32)
         order = array("order", (max(1, scores.shape[1]),), np.int32)
         found = kernels.select_blocks(scores, *tables, budgets, order, row_ptr, ids, picked)
+        everything = BlockScores(scores, unit_of, self.segments)
         return Selection(row_ptr, ids[:found], picked[:found], everything)
 
-    def _per_block(self, scores: Scores) -> Scores:
-        """Log mass of blocks from that of their tokens or sub-pages."""
-        if self.units_per_block == 1:
-            return scores
-        whole = scores.shape[1] // self.units_per_block * self.units_per_block
-        parts = torch.from_numpy(scores[:, :whole]).unflatten(1, (-1, self.units_per_block))
-        per_block: Scores = parts.logsumexp(-1).numpy()
-        return per_block
+    def _unit_scores(self, query: Array) -> Scores:
+        """Scores of units [R, u] on the host."""
+        rows, array = len(self.segments), self.shape.scratch.array
+        width = self.data.places("unit")
+        logits = array("unit logits", (rows, self.shape.group, width), np.float32)
+        self.logits(query, logits)
+        scores: Scores = array("unit scores", (rows, width), np.float32)
+        sizes = self.data["sizes"] if self.is_coarse else None
+        kernels.combine_heads(
+            logits, self.units, sizes, float(self.page_tokens), self.rule.aggregate,
+            self.rule.softmax, self.shape.heads, scores,
+        )  # fmt: skip
+        return scores if is_host(scores) else to_tensor(scores).cpu().numpy()
+
+    def _block_scores(self, unit_scores: Scores) -> Scores:
+        """Scores of blocks [R, b] from those of their pages: masses add up, of logits the best."""
+        if self.pages_per_block == 1 and not self.keeps_blocks:
+            return unit_scores
+        pages = self.data.places("page" if self.is_coarse else "unit")
+        blocks = pages // self.pages_per_block
+        scores: Scores = self._scratch.array("block scores", (len(unit_scores), blocks), np.float32)
+        unit_of = self.data["unit_of"] if self.is_coarse else None
+        kept = self.data["kept"] if self.keeps_blocks else None
+        kernels.pool_pages(
+            unit_scores, unit_of, kept, self.blocks, self.pages_per_block, self.rule.softmax, scores
+        )
+        return scores
+
+    def _within(
+        self, threshold: float, scores: Scores, counts: Ids, costs: Ids, budgets: Ids
+    ) -> Ids:
+        """Budgets [R] cut to what scores near the best, in the mean over a sequence's heads."""
+        live = np.arange(scores.shape[1]) < counts[:, None]
+        ranked = np.where(live, scores, -np.inf)
+        near = ranked >= ranked.max(1, keepdims=True, initial=-np.inf) - threshold
+        counted = np.where(near & live, costs, 0).sum(1).reshape(-1, self.shape.heads)
+        mean = np.rint(counted.mean(1)).astype(np.int32).repeat(self.shape.heads)
+        cut: Ids = np.minimum(budgets, np.maximum(mean, 1))
+        return cut
 
     def _identity(self, blocks: int) -> tuple[Ids, Ids]:
-        """One table for all rows: each unit is one block, at its own number."""
+        """Tables for units that are blocks: every one costs one block, itself."""
         one_each = self._scratch.array("one each", (1, blocks), np.int32)
         identity = self._scratch.array("identity", (1, blocks), np.int32)
         if blocks and (one_each[0, -1] != 1 or identity[0, -1] != blocks - 1):
@@ -191,39 +317,36 @@ class ScoringIndex(Index):
 
     def truncate(self, rows: slice, blocks: int) -> None:
         for row in range(*rows.indices(len(self.segments))):
-            if self._is_coarse:
-                self._forget_members(row, blocks)
-            else:
-                self._counts[row] = min(int(self._counts[row]), blocks * self.units_per_block)
-            self._blocks[row] = min(int(self._blocks[row]), blocks)
-        if self._is_coarse:
-            used = np.flatnonzero(self._costs[rows].any(0))
-            self._counts[rows] = used[-1] + 1 if len(used) else 0
+            pages = min(int(self.blocks[row]), blocks) * self.pages_per_block
+            if not self.is_coarse:
+                self.units[row] = pages
+            elif blocks < self.blocks[row]:
+                self._forget_members(row, pages)
+            if self.keeps_blocks:
+                self.data["kept"][row, blocks:] = False
+            self.blocks[row] = min(int(self.blocks[row]), blocks)
+        if self.is_coarse:
+            # Rows that are made by the same calls go on having equally many units.
+            used = to_tensor(self.data["sizes"][rows]).any(0).nonzero()
+            self.units[rows] = int(used.max()) + 1 if len(used) else 0
 
-    def _forget_members(self, row: int, blocks: int) -> None:
-        have = int(self._blocks[row])
-        units = int(self._counts[row])
-        if blocks >= have:
-            return
-        unit_of = self._unit_of[row, :blocks]
+    def _forget_members(self, row: int, pages: int) -> None:
+        units = int(self.units[row])
+        unit_of = self.data["unit_of"][row, :pages]
         costs = np.bincount(unit_of, minlength=units)
-        tokens_of_block = self.shape.block_tokens
-        self._costs[row, :units] = costs
-        self._sizes[row, :units] = costs * tokens_of_block
-        self._unit_ptr[row, :units] = np.cumsum(costs) - costs
-        self._unit_blocks[row, :blocks] = np.argsort(unit_of, kind="stable")
+        sizes = torch.from_numpy(costs * float(self.page_tokens))
+        self._put("sizes", (slice(row, row + 1), slice(0, units)), sizes[None])
+        if self._takes_whole_units:
+            self.data["costs"][row, :units] = costs
+            self.data["starts"][row, :units] = np.cumsum(costs) - costs
+            self.data["members"][row, :pages] = np.argsort(unit_of, kind="stable")
 
     def arrange_rows(self, rows: Sequence[int], segments: Ids) -> None:
-        chosen = list(rows)
-        for name in _ON_DEVICE + _IN_TABLES:
-            old = getattr(self, name)
-            if len(old):
-                self._replace(name, old[chosen])
+        self.data.arrange(rows)
         self.segments = segments.astype(np.int32)
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        arrays = {name.strip("_"): self._on_host(name) for name in _ON_DEVICE + _IN_TABLES}
-        return {"kind": self._kind(), "segments": self.segments.copy(), **arrays}
+        return {"kind": self._kind(), "segments": self.segments.copy(), **self.data.state()}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> Self:
         found, expected = str(state.get("kind")), str(self._kind())
@@ -232,52 +355,15 @@ class ScoringIndex(Index):
                 f"saved index is {found!r}: expected {expected!r}; "
                 "it was saved by another kind of index"
             )
+        self.data.restore(state)
         self.segments = np.array(state["segments"], np.int32)
-        for name in _ON_DEVICE + _IN_TABLES:
-            self._replace(name, state[name.strip("_")])
         return self
-
-    def _replace(self, name: str, content: Array) -> None:
-        """Let the array called `name` be a copy of `content`."""
-        memory = self._memory_of(name)
-        array = memory.take(content.shape, content.dtype, "index")
-        array[...] = content
-        memory.give(getattr(self, name))
-        setattr(self, name, array)
-
-    def _memory_of(self, name: str) -> Memory:
-        return self.shape.memory if name in _ON_DEVICE else self._tables
-
-    def _on_host(self, name: str) -> Array:
-        array: Array = getattr(self, name)
-        host: Array = array.copy() if is_host(array) else to_tensor(array).cpu().numpy()
-        return host
 
     def _kind(self) -> npt.NDArray[np.str_]:
         """What an index and a saved state must agree in."""
         shape = self.shape
+        pages = "" if self.pages_per_block == 1 else f" in pages of {self.page_tokens}"
         return np.array(
-            f"{type(self).__name__} of {shape.block_tokens} tokens, {shape.dim} x {shape.dtype}"
+            f"{type(self).__name__} of {shape.block_tokens} tokens{pages}, "
+            f"{shape.dim} x {shape.dtype}"
         )
-
-    def _reserve(self, rows: int, units: int, blocks: int) -> None:
-        """Make room for so many rows, units and blocks; growth is by an eighth at a time."""
-        old_rows, have_units = self._vectors.shape[:2]
-        have_blocks = self._unit_blocks.shape[1]
-        if units > have_units:
-            units = max(units, have_units + have_units // 8)
-        if rows > old_rows or units > have_units:
-            want = max(units, have_units)
-            self._grow("_vectors", (rows, want, self.shape.dim))
-            self._grow("_sizes", (rows, want))
-            if self._is_coarse:
-                self._grow("_costs", (rows, want))
-                self._grow("_unit_ptr", (rows, want))
-        if self._is_coarse and (rows > old_rows or blocks > have_blocks):
-            want = max(blocks, have_blocks + have_blocks // 8 if blocks > have_blocks else 0)
-            self._grow("_unit_of", (rows, max(want, have_blocks)))
-            self._grow("_unit_blocks", (rows, max(want, have_blocks)))
-
-    def _grow(self, name: str, shape: tuple[int, ...]) -> None:
-        grown = self._memory_of(name).grow(getattr(self, name), shape, "index")
-        setattr(self, name, grown)

@@ -14,7 +14,15 @@ try:
 except ImportError:  # Numba has no build for every Python; plain torch then serves the CPU too.
     cpu = None  # type: ignore[assignment]
 
-__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks"]
+__all__ = [
+    "BlockShape",
+    "attend_blocks",
+    "backend_of",
+    "combine_heads",
+    "dot_logits",
+    "pool_pages",
+    "select_blocks",
+]
 
 
 def backend_of(array: Array) -> str:
@@ -69,37 +77,97 @@ def attend_blocks(
     )  # fmt: skip
 
 
-def score_units(
-    query: Array,
-    units: Array,
-    counts: Array,
-    sizes: Array,
-    scale: float,
-    aggregate: str,
-    out: Array,
-    logits: Array,
-) -> None:
-    """Log attention mass of one average token of each unit, combined over the queries of its row.
-
-    Per query head the logits are normalised over the row's units, each counted `sizes` times; heads
-    are then combined by ``"sum"`` (log of the summed mass) or ``"max"``. A unit of size 0 is empty:
-    -inf.
+def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Array) -> None:
+    """Scaled dot products of every query of a row with every unit of the row.
 
     Parameters
     ----------
     query: [R, G, d] elements. units: [R, u, d] elements. counts: int32 [R] units in use.
-    sizes: float32 [R, u] tokens a unit stands for.
-    out, logits: float32 [R, u]; float32 work space [R, G, u].
+    out: float32 [R, G, u]; places behind a row's units are left as they are.
     """
     if backend_of(units) == "torch":
-        reference.score_units(query, units, counts, sizes, scale, aggregate, out)
+        reference.dot_logits(query, units, counts, scale, out)
         return
-    kernel = cpu.score_kernel(query.shape[1], query.shape[2])
+    kernel = cpu.dot_kernel(query.shape[1], query.shape[2])
     over_rows(
         query.shape[0],
         int(counts.sum()) * query.shape[1] * query.shape[2],
-        lambda first, last: kernel(query, units, first, last, counts, sizes, np.float32(scale),
-                                   aggregate == "max", out, logits),
+        lambda first, last: kernel(query, units, first, last, counts, np.float32(scale), out),
+    )
+
+
+def combine_heads(
+    logits: Array,
+    counts: Array,
+    sizes: Array | None,
+    unit_tokens: float,
+    aggregate: str,
+    softmax: bool,
+    heads: int,
+    out: Array,
+) -> None:
+    """One score for each unit of a row from the logits of the row's queries.
+
+    With `softmax`, a head's logits first become the log mass of one average token of each unit,
+    normalised over the row's units, each counted as often as it has tokens; masses are then summed
+    (``"sum"``), averaged or compared. Without, ``"sum"`` and the means are of the logits. A unit of
+    size 0 is empty: -inf. Scores of ``"per_query"`` are ``-log(1 + best rank of the unit in any
+    head)``.
+
+    Parameters
+    ----------
+    logits: float32 [R, G, u]; overwritten. counts: int32 [R] units in use.
+    sizes: float32 [R, u] tokens that a unit stands for; None where all stand for `unit_tokens`.
+    aggregate: ``"sum"``, ``"max"``, ``"mean_group"``, ``"mean_all"`` or ``"per_query"``.
+    heads: rows of a sequence, which ``"mean_all"`` averages over; they have equally many units.
+    out: float32 [R, u]; places behind a row's units are left as they are, but for ``"mean_all"``.
+    """
+    if backend_of(logits) == "torch":
+        reference.combine_heads(logits, counts, sizes, unit_tokens, aggregate, softmax, heads, out)
+        return
+    within = "mean_group" if aggregate == "mean_all" else aggregate
+    if within == "per_query":
+        kernel = cpu.rank_heads
+    else:
+        kernel = cpu.combine_kernel(logits.shape[1], within, softmax, sizes is not None)
+    weights = cpu.NO_SIZES if sizes is None else sizes
+    over_rows(
+        logits.shape[0],
+        int(counts.sum()) * logits.shape[1] * 16,
+        lambda first, last: kernel(logits, first, last, counts, weights, np.float32(unit_tokens),
+                                   out),
+    )  # fmt: skip
+    if aggregate == "mean_all" and heads > 1:
+        reference.mean_over_rows(out, softmax, heads)
+
+
+def pool_pages(
+    scores: Array,
+    unit_of: Array | None,
+    kept: Array | None,
+    blocks: Array,
+    pages_per_block: int,
+    softmax: bool,
+    out: Array,
+) -> None:
+    """Scores of blocks from those of their pages: log masses add up, of logits the best counts.
+
+    Parameters
+    ----------
+    scores: float32 [R, u]. unit_of: int32 [R, pages], the unit of each page; None for itself.
+    kept: bool [R, b], blocks that must come first: they get the row's best score plus 1.
+    blocks: int32 [R]. out: float32 [R, b]; places behind a row's blocks are left as they are.
+    """
+    if backend_of(scores) == "torch":
+        reference.pool_pages(scores, unit_of, kept, blocks, pages_per_block, softmax, out)
+        return
+    of = cpu.NO_UNITS if unit_of is None else unit_of
+    keep = cpu.NO_FLAGS if kept is None else kept
+    over_rows(
+        len(blocks),
+        int(blocks.sum()) * pages_per_block * 16,
+        lambda first, last: cpu.pool(scores, of, keep, first, last, blocks, pages_per_block,
+                                     softmax, out),
     )  # fmt: skip
 
 

@@ -77,27 +77,81 @@ def merge_partials(
     return a * first + b * second, lse
 
 
-def score_units(
-    query: Array,
-    units: Array,
+def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Array) -> None:
+    q, u, result = (to_tensor(a) for a in (query, units, out))
+    for row, n in enumerate(counts.tolist()):
+        result[row, :, :n] = (q[row].float() * scale) @ u[row, :n].float().T
+
+
+def combine_heads(
+    logits: Array,
     counts: Array,
-    sizes: Array,
-    scale: float,
+    sizes: Array | None,
+    unit_tokens: float,
     aggregate: str,
+    softmax: bool,
+    heads: int,
     out: Array,
 ) -> None:
-    q, u, n, size = (to_tensor(a) for a in (query, units, counts, sizes))
-    result = to_tensor(out)
-    for row in range(q.shape[0]):
-        live = size[row, : int(n[row])] > 0
-        if not live.any():
-            result[row, : live.shape[0]] = -math.inf
+    raw, result = to_tensor(logits), to_tensor(out)
+    for row, n in enumerate(counts.tolist()):
+        own = raw[row, :, :n]
+        size = raw.new_full((n,), unit_tokens) if sizes is None else to_tensor(sizes)[row, :n]
+        live = size > 0
+        if not bool(live.any()):
+            result[row, :n] = -math.inf
             continue
-        logits = (q[row].float() * scale) @ u[row, : live.shape[0]].float().T
-        weighted = logits + size[row, : live.shape[0]].log()
-        mass = logits - weighted.logsumexp(-1, keepdim=True)
-        best = mass.logsumexp(0) if aggregate == "sum" else mass.amax(0)
-        result[row, : live.shape[0]] = best.masked_fill(~live, -math.inf)
+        if softmax:
+            own = own - (own + size.log()).logsumexp(-1, keepdim=True)
+        result[row, :n] = _over_heads(own, live, aggregate, softmax).masked_fill(~live, -math.inf)
+    if aggregate == "mean_all":
+        mean_over_rows(out, softmax, heads)
+
+
+def _over_heads(
+    own: torch.Tensor, live: torch.Tensor, aggregate: str, softmax: bool
+) -> torch.Tensor:
+    """Scores [u] from what each head says, [G, u]."""
+    if aggregate == "per_query":
+        order = own.masked_fill(~live, -math.inf).sort(descending=True, stable=True).indices
+        ranks: torch.Tensor = order.argsort(-1)
+        return -ranks.amin(0).float().log1p()
+    if aggregate == "max":
+        return own.amax(0)
+    total = own.logsumexp(0) if softmax else own.sum(0)
+    if aggregate == "sum":
+        return total
+    return total - math.log(len(own)) if softmax else total / len(own)
+
+
+def mean_over_rows(scores: Array, softmax: bool, heads: int) -> None:
+    """Let the `heads` rows of each sequence have their mean; log masses are averaged as masses."""
+    own = to_tensor(scores).unflatten(0, (-1, heads))
+    mean = own.logsumexp(1) - math.log(heads) if softmax else own.mean(1)
+    own.copy_(mean[:, None].expand_as(own))
+
+
+def pool_pages(
+    scores: Array,
+    unit_of: Array | None,
+    kept: Array | None,
+    blocks: Array,
+    pages_per_block: int,
+    softmax: bool,
+    out: Array,
+) -> None:
+    own, result = to_tensor(scores), to_tensor(out)
+    for row, n in enumerate(blocks.tolist()):
+        pages = own[row, : n * pages_per_block]
+        if unit_of is not None:
+            of = to_tensor(unit_of)[row, : n * pages_per_block]
+            pages = own[row][of.to(own.device, torch.int64)]
+        pooled = pages.unflatten(0, (n, pages_per_block)) if n else pages.new_empty(0, 1)
+        pooled = pooled.logsumexp(-1) if softmax else pooled.amax(-1)
+        if kept is not None and n:
+            top = pooled.amax().clamp(min=-3e38) + 1
+            pooled = torch.where(to_tensor(kept)[row, :n].to(own.device), top, pooled)
+        result[row, :n] = pooled
 
 
 def select_blocks(

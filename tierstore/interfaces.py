@@ -300,6 +300,16 @@ class Index(ABC):
         """Whether the scores of what it selects tell better blocks from worse; hysteresis asks."""
         return True
 
+    @property
+    def refresh_tokens(self) -> int:
+        """Tokens that should gather before they are indexed; until then they stay attended."""
+        return 0
+
+    @property
+    def kept(self) -> Ids | int:
+        """Blocks of each row, int32 [R], that every step selects beside its budget."""
+        return 0
+
     @abstractmethod
     def add_rows(self, segments: Ids) -> None:
         """Empty rows for `segments`, after those there are."""
@@ -310,13 +320,14 @@ class Index(ABC):
     ) -> None:
         """Index more tokens: keys [R', n, d], values [R', n, e], in whole blocks.
 
-        The first call of a row is its build, after prefill; later ones append.
+        The first call of a row is its build, after prefill; later ones append. ConfigError, and no
+        change, if a key that it looks at is NaN or infinite.
         Requires: the rows have equally many blocks, made by the same calls.
         """
 
     @abstractmethod
     def select(self, query: Array, budgets: Ids) -> Selection:
-        """At most ``budgets[r]`` blocks for each row; all of a row's blocks if there are no more.
+        """At most ``budgets[r]`` blocks for each row, and `kept` ones; all if there are no more.
 
         query [R, G, d] elements. The answer is valid until the next call.
         """

@@ -85,6 +85,7 @@ class Batch:
         index_shape = IndexShape(
             geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
             device_memory, self._device_scratch, self.store.memory, self._scratch,
+            geometry.kv_heads,
         )  # fmt: skip
         self.layers = [
             Layer(geometry, preset, self.store, preset.index(index_shape), device_memory, sequences)

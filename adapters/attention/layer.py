@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from tierstore.store import BlockStore
 
 SEAL_BLOCKS = 8
-"""Tokens leave the strip for blocks when this many blocks have piled up beyond the local window."""
+"""Tokens leave the strip for blocks when so many blocks, or as many tokens as the index wants to
+have together, have piled up beyond the local window."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Layer:
         rows = sequences * self.heads
         self.segments: Ids = store.open(rows)
         index.add_rows(self.segments)
-        self.strip_room = preset.sinks + preset.local + (SEAL_BLOCKS + 1) * preset.block_tokens
+        size = preset.block_tokens
+        self._pile = max(SEAL_BLOCKS, -(-index.refresh_tokens // size)) * size
+        self.strip_room = preset.sinks + preset.local + self._pile + size
         element = stored_dtype(geometry.dtype)
         self.strip_key = memory.take(
             (rows, self.strip_room, geometry.head_dim), element, "sinks and local window"
@@ -102,7 +105,7 @@ class Layer:
 
     def full_sequences(self, coming: Array) -> list[int]:
         """Sequences whose strip should hand tokens to blocks once `coming` [B] more are in it."""
-        limit = self._preset.sinks + self._preset.local + SEAL_BLOCKS * self._preset.block_tokens
+        limit = self._preset.sinks + self._preset.local + self._pile
         full: list[int] = np.flatnonzero(
             self.strip_length[:: self.heads] + coming >= limit
         ).tolist()

@@ -1,6 +1,25 @@
 """Numba kernels over NumPy arrays: they release the GIL and are cached on disk."""
 
 from tierstore.kernels.cpu.attend import attend_kernel
-from tierstore.kernels.cpu.score import score_kernel, select
+from tierstore.kernels.cpu.combine import (
+    NO_FLAGS,
+    NO_SIZES,
+    NO_UNITS,
+    combine_kernel,
+    pool,
+    rank_heads,
+)
+from tierstore.kernels.cpu.logits import dot_kernel
+from tierstore.kernels.cpu.select import select
 
-__all__ = ["attend_kernel", "score_kernel", "select"]
+__all__ = [
+    "NO_FLAGS",
+    "NO_SIZES",
+    "NO_UNITS",
+    "attend_kernel",
+    "combine_kernel",
+    "dot_kernel",
+    "pool",
+    "rank_heads",
+    "select",
+]

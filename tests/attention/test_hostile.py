@@ -76,7 +76,7 @@ class Wrong(ExactIndex):
             case "negative":
                 ids[-1] = -1
             case "one beyond":
-                ids[0] = int(self._blocks[0])
+                ids[0] = int(self.blocks[0])
             case "twice":
                 ids[1] = ids[0]
             case "falling":

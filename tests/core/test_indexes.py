@@ -57,6 +57,7 @@ class TestHierarchicalIndexInShortStretches(IndexTests):
 
 class TestEverything(IndexTests):
     ignores_budget = True
+    reads_keys = False
     uses_memory = False
 
     def make_index(self, setting: IndexSetting) -> Everything:

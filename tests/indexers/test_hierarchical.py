@@ -29,9 +29,9 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 def members_of(index: ScoringIndex, row: int) -> list[list[int]]:
     """Blocks of each unit of a row, as the member lists have them."""
     state = index.state()
-    units = int(state["counts"][row])
-    starts, costs = state["unit_ptr"][row, :units].tolist(), state["costs"][row, :units].tolist()
-    listed = state["unit_blocks"][row].tolist()
+    units = int(state["units"][row])
+    starts, costs = state["starts"][row, :units].tolist(), state["costs"][row, :units].tolist()
+    listed = state["members"][row].tolist()
     return [listed[start : start + cost] for start, cost in zip(starts, costs, strict=True)]
 
 

@@ -37,11 +37,10 @@ def run(
     aggregate: str,
 ) -> npt.NDArray[np.float32]:
     out = np.full(units.shape[:2], np.nan, np.float32)
-    if backend == "torch":
-        reference.score_units(query, units, counts, sizes, scale, aggregate, out)
-    else:
-        logits = np.full((len(query), query.shape[1], units.shape[1]), np.nan, np.float32)
-        kernels.score_units(query, units, counts, sizes, scale, aggregate, out, logits)
+    logits = np.full((len(query), query.shape[1], units.shape[1]), np.nan, np.float32)
+    operations = reference if backend == "torch" else kernels
+    operations.dot_logits(query, units, counts, scale, logits)
+    operations.combine_heads(logits, counts, sizes, 1.0, aggregate, True, 1, out)
     return out
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.errors import StoreMismatchError
+from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.interfaces import IndexContext
 from tierstore.kernels.element import to_array
 from tierstore.memory import Memory
@@ -46,6 +46,9 @@ class IndexTests(ABC):
 
     ignores_budget: ClassVar[bool] = False
     """Whether the index selects more than it is asked for, as one that selects everything does."""
+
+    reads_keys: ClassVar[bool] = True
+    """Whether what it selects depends on the keys."""
 
     uses_memory: ClassVar[bool] = True
     """Whether the index lives in the memory of its setting."""
@@ -209,6 +212,21 @@ class IndexTests(ABC):
             self._check(selection, blocks, budgets)
             for ids, budget in zip(_rows(selection), budgets, strict=True):
                 assert ids or not budget
+
+    @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+    def test_keys_that_are_no_numbers_are_refused(
+        self, broken: float, setting: IndexSetting
+    ) -> None:
+        """Nothing changes, and the row can go on with good ones."""
+        if not self.reads_keys:
+            pytest.skip("the index does not look at keys")
+        index = self._filled(setting, [5])
+        expected = _frozen(_select(index, setting, [3]))
+        keys = torch.zeros(1, 2 * setting.block_tokens, setting.dim, dtype=setting.dtype)
+        keys[0, -1, 0] = broken
+        with pytest.raises(ConfigError, match="NaN or infinity"):
+            index.extend(slice(0, 1), keys, keys, IndexContext())
+        assert _frozen(_select(index, setting, [3])) == expected
 
     def test_without_blocks_nothing_is_selected(self, setting: IndexSetting) -> None:
         index = self._filled(setting, [0, 0])

@@ -1,60 +1,6 @@
-"""Score every unit of an index against its row's queries, and pick the best within a budget."""
+"""Pick the best units of each row within its budget."""
 
-from functools import lru_cache
-
-import numpy as np
 from numba import njit
-
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, widen
-
-
-@lru_cache(maxsize=64)
-def score_kernel(group, dim):
-    """The scoring kernel for one shape; see `tierstore.kernels.score_units` for the contract."""
-
-    @njit(cache=True, nogil=True, fastmath=FAST)
-    def score(query, units, first_row, last_row, counts, sizes, scale, take_max, out, logits):
-        q = np.empty((group, dim), np.float32)
-        u = np.empty(dim, np.float32)
-        minus_infinity = np.float32(-np.inf)
-        for row in range(first_row, last_row):
-            n = counts[row]
-            s = logits[row]
-            for g in range(group):
-                for j in range(dim):
-                    q[g, j] = widen(query[row, g, j]) * scale
-            for i in range(n):
-                for j in range(dim):
-                    u[j] = widen(units[row, i, j])
-                for g in range(group):
-                    a = np.float32(0.0)
-                    for j in range(dim):
-                        a += u[j] * q[g, j]
-                    s[g, i] = a
-            for g in range(group):
-                peak = minus_infinity
-                for i in range(n):
-                    if sizes[row, i] > 0:
-                        peak = max(peak, s[g, i])
-                total = np.float32(0.0)
-                for i in range(n):
-                    if sizes[row, i] > 0:
-                        total += exp_nonpositive(s[g, i] - peak) * sizes[row, i]
-                norm = peak + np.log(total)
-                for i in range(n):
-                    s[g, i] -= norm
-            for i in range(n):
-                best = s[0, i]
-                for g in range(1, group):
-                    best = max(best, s[g, i])
-                if not take_max:
-                    total = np.float32(0.0)
-                    for g in range(group):
-                        total += exp_nonpositive(s[g, i] - best)
-                    best += np.log(total)
-                out[row, i] = best if sizes[row, i] > 0 else minus_infinity
-
-    return score
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,117 @@
+"""Arrays that grow with an index: declared once, then grown, copied, saved and charged alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.kernels.element import is_host, to_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from tierstore.kernels.element import Array
+    from tierstore.memory import Memory
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array of an index: a place of `shape` for each unit, page, block or row.
+
+    per: what it has a place for: ``"unit"``, ``"page"``, ``"block"`` or ``"row"``.
+    dtype: of its elements; 16 bits unsigned stand for bfloat16 and signed ones for float16, as in
+        `tierstore.kernels.element`.
+    on_host: whether it is a list that the host works on, whatever device the index is on.
+    """
+
+    per: str
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    on_host: bool = False
+
+
+class Columns:
+    """The arrays of an index, [rows, places, ...] or, with one place for each row, [rows, ...].
+
+    Places are added by an eighth of what there is, so that appending costs the same at any length.
+    """
+
+    def __init__(self, columns: Mapping[str, Column], device: Memory, host: Memory) -> None:
+        self._columns = dict(columns)
+        self._device, self._host = device, host
+        self._rows = 0
+        self._places = dict.fromkeys(("unit", "page", "block"), 0)
+        self._arrays: dict[str, Array] = {}
+        for name, column in self._columns.items():
+            self._arrays[name] = self._memory(name).take(
+                self._shape(column), np.dtype(column.dtype), "index"
+            )
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all arrays occupy."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def places(self, kind: str) -> int:
+        """Places that each row has room for."""
+        return self._places[kind]
+
+    def reserve(self, rows: int = 0, **places: int) -> None:
+        """Have room for so many rows and, in each, for ``unit=``, ``page=`` and ``block=``."""
+        grown = rows > self._rows
+        self._rows = max(rows, self._rows)
+        for kind, wanted in places.items():
+            have = self._places[kind]
+            if wanted > have:
+                self._places[kind] = max(wanted, have + have // 8)
+                grown = True
+        if not grown:
+            return
+        for name, column in self._columns.items():
+            shape = self._shape(column)
+            if shape != self._arrays[name].shape:
+                self._arrays[name] = self._memory(name).grow(self._arrays[name], shape, "index")
+
+    def arrange(self, rows: Sequence[int]) -> None:
+        """Let new row i be a copy of row ``rows[i]``."""
+        chosen = list(rows)
+        self._rows = len(chosen)
+        for name, old in self._arrays.items():
+            self._replace(name, old[chosen] if len(old) else old)
+
+    def state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Copies of all arrays on the host."""
+        return {
+            name: array.copy() if is_host(array) else to_tensor(array).cpu().numpy()
+            for name, array in self._arrays.items()
+        }
+
+    def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take over arrays that `state` gave."""
+        for name, column in self._columns.items():
+            content = state[name]
+            self._replace(name, content)
+            self._rows = len(content)
+            if column.per != "row":
+                self._places[column.per] = content.shape[1]
+
+    def _shape(self, column: Column) -> tuple[int, ...]:
+        places = () if column.per == "row" else (self._places[column.per],)
+        return (self._rows, *places, *column.shape)
+
+    def _memory(self, name: str) -> Memory:
+        return self._host if self._columns[name].on_host else self._device
+
+    def _replace(self, name: str, content: Array) -> None:
+        memory = self._memory(name)
+        array = memory.take(content.shape, content.dtype, "index")
+        array[...] = content
+        memory.give(self._arrays[name])
+        self._arrays[name] = array
