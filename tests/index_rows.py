@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def make_index(
     group: int = 2,
     dtype: torch.dtype = torch.float32,
     scale: float = DIM**-0.5,
-    **options: float,
+    **options: Any,
 ) -> ScoringIndex:
     """An index without rows."""
     memory = Memory(1 << 26)
