@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from tierstore.memory import Memory
 from tierstore.scratch import Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierstore.indexers import ScoringIndex
 
@@ -22,12 +22,12 @@ DIM, BLOCK_TOKENS = 32, 4
 
 
 def make_index(
-    kind: type[ScoringIndex],
+    kind: Callable[..., ScoringIndex],
     *,
     group: int = 2,
     dtype: torch.dtype = torch.float32,
     scale: float = DIM**-0.5,
-    **options: Any,
+    **options: float,
 ) -> ScoringIndex:
     """An index without rows."""
     memory = Memory(1 << 26)
