@@ -133,7 +133,7 @@ def combine_heads(
     weights = cpu.NO_SIZES if sizes is None else sizes
     over_rows(
         logits.shape[0],
-        int(counts.sum()) * logits.shape[1] * 16,
+        int(counts.sum()) * logits.shape[1] * 64,
         lambda first, last: kernel(logits, first, last, counts, weights, np.float32(unit_tokens),
                                    out),
     )  # fmt: skip
@@ -165,7 +165,7 @@ def pool_pages(
     keep = cpu.NO_FLAGS if kept is None else kept
     over_rows(
         len(blocks),
-        int(blocks.sum()) * pages_per_block * 16,
+        int(blocks.sum()) * pages_per_block * 64,
         lambda first, last: cpu.pool(scores, of, keep, first, last, blocks, pages_per_block,
                                      softmax, out),
     )  # fmt: skip

@@ -181,7 +181,7 @@ class RecordTier(ABC):
         """Give up resources, not records; a second call does nothing."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BlockScores:
     """What an index thought of every block in one step, kept per unit and looked up when needed.
 
@@ -195,7 +195,7 @@ class BlockScores:
     segments: Ids
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Selection:
     """What an index answers: for row r, ids ``row_ptr[r]:row_ptr[r + 1]`` with their scores.
 
@@ -208,7 +208,7 @@ class Selection:
     everything: BlockScores | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Access:
     """One step's selected blocks, after judging.
 
@@ -223,7 +223,7 @@ class Access:
     everything: BlockScores | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Demand:
     """Room wanted in domains: from residents ``row_ptr[i]:row_ptr[i + 1]`` choose ``need[i]``.
 
