@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.arguments import check_whole
-from tierstore.errors import ConfigError
 from tierstore.sizes import parse_size
 
 Fingerprints = npt.NDArray[np.uint64]

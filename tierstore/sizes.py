@@ -21,7 +21,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
             raise ConfigError(
                 f"{what}={size!r}: expected a number and a unit, such as 512KiB, 16MiB, 1.5GB"
             )
-        # As a float, so that no number of digits is too long; what is too much, even infinite, is cut.
+        # A float takes any number of digits; what is too much, even infinite, is cut.
         value = int(min(float(match[1]) * _UNITS[match[2].lower()], 2.0 * MOST_WHOLE))
     elif is_whole(size):
         value = int(size)

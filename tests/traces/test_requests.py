@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError, TraceError
 from tierstore.traces import generators
 from tierstore.traces.file import write_trace
-from tierstore.traces.readers import read_requests
+from tierstore.traces.readers import read_oracle_general, read_requests
 from tierstore.traces.requests import RequestTrace
 
 if TYPE_CHECKING:
@@ -184,6 +185,27 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(TraceError, match="Zstandard"):
             read_requests(path)
+
+
+def test_compressed_records_unpack_to_a_limit(tmp_path: Path) -> None:
+    """Few bytes may hold many: a limit that is looked at when all is unpacked is none."""
+    path = tmp_path / "a.bin.zst"
+    stream = zstandard.ZstdCompressor().compressobj()
+    with path.open("wb") as file:
+        for _ in range(256):
+            file.write(stream.compress(b"\x01" * (1 << 20)))
+        file.write(stream.flush())
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"at most 1000 bytes, found more: unpack it first"):
+        read_oracle_general(path, unpacked_bytes_max=1000)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 128 << 20
+    path.write_bytes(zstandard.compress(b"\x01" * 24 * 9))
+    with pytest.raises(TraceError, match="at most 215 bytes"):
+        read_oracle_general(path, unpacked_bytes_max=215)
+    assert read_oracle_general(path, unpacked_bytes_max=216).requests == 9
 
 
 def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
