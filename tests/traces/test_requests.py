@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -90,6 +90,42 @@ def test_arrays_that_do_not_fit_together_are_refused(
     write_trace(tmp_path / "a.trace", "requests", {}, arrays)
     with pytest.raises(TraceError, match=message):
         read_requests(tmp_path / "a.trace")
+
+
+def test_sizes_whose_sum_would_wrap_round_are_refused() -> None:
+    ptr, blocks = np.arange(3), np.arange(2, dtype=np.uint64)
+    RequestTrace(ptr, blocks, sizes=np.full(2, 2**61))
+    with pytest.raises(TraceError, match="at most 4611686018427387904 bytes in all"):
+        RequestTrace(ptr, blocks, sizes=np.full(2, 2**62))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [[1.5], [-1], np.array([-1]), [2**64], [np.nan], np.array([np.nan]), ["5"], "abc", [None],
+     [object()], [[1], [1, 2]], [True], [1j]],
+)  # fmt: skip
+def test_what_is_no_hash_is_refused(blocks: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TraceError, match=r"blocks: expected hashes from 0 to 2\*\*64 - 1, found"):
+        RequestTrace.of_blocks(blocks)
+
+
+@pytest.mark.parametrize("blocks", [[2**64 - 1, 0], [2**63, 1], [], (3,), [np.uint8(3)], [4.0]])
+def test_hashes_are_taken_from_lists(blocks: Any) -> None:  # noqa: ANN401
+    assert RequestTrace.of_blocks(blocks).blocks.tolist() == [int(block) for block in blocks]
+
+
+@pytest.mark.parametrize("blocks", [5, [[1, 2]]])
+def test_hashes_have_one_axis(blocks: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TraceError, match=r"blocks: expected uint64 \[n\], found uint64"):
+        RequestTrace.of_blocks(blocks)
+
+
+def test_lists_are_no_arrays() -> None:
+    wrong: Any = [0, 1]
+    with pytest.raises(TraceError, match=r"request_ptr: expected int64 \[n\], found list"):
+        RequestTrace(wrong, BLOCKS)
+    with pytest.raises(TraceError, match=r"sizes: expected int64 \[n\], found list"):
+        RequestTrace(PTR, BLOCKS, sizes=wrong)
 
 
 def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:

@@ -130,13 +130,13 @@ class AttentionTrace:
             amount *= int(self.facts["context_tokens"])
         return max(1, math.ceil(amount / int(self.facts["block_tokens"]) - 1e-9))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the trace; the file appears whole or not at all."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         write_trace(path, KIND, self.facts, arrays)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | Path) -> Self:
         """Read a trace. TraceError if the file is none, or its arrays do not fit each other."""
         facts, arrays = read_trace(path, KIND)
         fault = _fault(facts, arrays)
