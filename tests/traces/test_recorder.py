@@ -136,6 +136,19 @@ def test_an_index_without_scores_cannot_be_recorded() -> None:
         engine.attend(0, *(tensor[:, :, :1] for tensor in tensors), scale=1.0)
 
 
+def test_scores_that_are_no_numbers_are_refused_at_once() -> None:
+    """A trace of them could not be read again. What was recorded before stays whole."""
+    (selection, *_) = Run("exact").trace.selections()
+    recorder = AttentionRecorder(1)
+    blocks = np.full(8, 50, np.int32)
+    recorder.listen(0, blocks, selection)
+    assert selection.everything is not None
+    selection.everything.unit_scores[3, 2] = np.nan
+    with pytest.raises(TraceError, match="the index scored a block NaN"):
+        recorder.listen(0, blocks, selection)
+    assert recorder.trace(block_tokens=4, context_tokens=1).steps == 1
+
+
 def test_tables_of_units_are_kept_once() -> None:
     """Many blocks share a unit, and a table would take a hundred times what the scores do."""
     rows, width, units, steps = 4, 20_000, 20, 50

@@ -111,7 +111,7 @@ def _opened(path: Path) -> Iterator[NpzFile]:
 def _array(archive: NpzFile, name: str) -> npt.NDArray[Any]:
     array: object = archive[name]
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name!r}, which is no array of numpy")
+        raise TypeError(f"{name!r}, which is no array of numpy")
     return array
 
 

@@ -40,17 +40,20 @@ class AttentionRecorder:
     def listen(self, layer: int, blocks: Ids, selection: Selection) -> None:
         """A layer selected from its rows' so many blocks [R].
 
-        TraceError if its index scores only what it selects.
+        TraceError if its index scores only what it selects, or NaN.
         """
         if selection.everything is None:
             raise TraceError(
                 "the index says nothing of blocks that it does not select: expected one that "
                 "scores all blocks, for example preset 'exact'"
             )
+        counts = np.diff(selection.row_ptr).astype(np.int32)
+        scores, unit_of = _trimmed(selection.everything, blocks)
+        if np.isnan(scores).any():
+            raise TraceError("the index scored a block NaN: expected logs of attention masses")
         if layer == 0:
             self._steps.append([])
-        counts = np.diff(selection.row_ptr).astype(np.int32)
-        scores, self._unit_of[layer] = _trimmed(selection.everything, blocks)
+        self._unit_of[layer] = unit_of
         part = _Part(blocks.copy(), scores, counts, selection.ids.copy())
         self._steps[-1].append(part)
 
