@@ -185,18 +185,30 @@ def _fault(facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
         or counts.sum() != len(ids)
     ):
         return "arrays of shapes that do not fit each other"
-    if np.isnan(unit_scores).any():
-        return "a score that is no number"
     if blocks.min(initial=0) < 0 or blocks.max(initial=0) > unit_of.shape[1]:
         return "more blocks than units are known for"
     if unit_of.min(initial=-1) < -1 or unit_of.max(initial=-1) >= unit_scores.shape[2]:
         return "a unit that has no score"
+    has_unit = np.arange(unit_scores.shape[2]) < units_of_rows(unit_of, blocks)[..., None]
+    if (np.isnan(unit_scores) & has_unit).any():
+        return "a score that is no number"
     if (blocks[1:] < blocks[:-1]).any():
         return "segments that get shorter"
     known = np.repeat(blocks.reshape(-1), counts.reshape(-1))
     if ((ids < 0) | (ids >= known)).any():
         return "a selected block that its segment does not have"
     return ""
+
+
+def units_of_rows(unit_of: Ids, blocks: Ids) -> Ids:
+    """int32, in the shape of blocks [..., rows]: units that this many blocks of a row are in.
+
+    unit_of: [rows, width], or [1, width] for all.
+    """
+    known = np.pad(unit_of + 1, ((0, 0), (1, 0)))
+    rows = np.arange(blocks.shape[-1]) % len(unit_of)
+    units: Ids = np.maximum.accumulate(known, axis=1)[rows, blocks]
+    return units
 
 
 def _unit_lists(unit_of: Ids, blocks: Ids, units: int) -> tuple[Ids, Ids, Ids, Ids]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tierstore.errors import TraceError
-from tierstore.traces.attention import AttentionTrace, Halves
+from tierstore.traces.attention import AttentionTrace, Halves, units_of_rows
 
 if TYPE_CHECKING:
     from tierstore.interfaces import BlockScores, Ids, Selection
@@ -101,7 +101,7 @@ def _trimmed(everything: BlockScores, blocks: Ids) -> tuple[Halves, Ids]:
     unit_of = everything.unit_of[:, :width].copy()
     unit_of[np.arange(width) >= _longest(blocks, len(unit_of))[:, None]] = -1
     units = int(unit_of.max(initial=-1)) + 1
-    has_unit = np.arange(units) <= unit_of.max(axis=1, initial=-1)[:, None]
+    has_unit = np.arange(units) < units_of_rows(unit_of, blocks)[:, None]
     scores = np.where(has_unit, everything.unit_scores[:, :units], -np.inf)
     with np.errstate(over="ignore"):
         return scores.astype(np.float16), unit_of
