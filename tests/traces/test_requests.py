@@ -255,7 +255,7 @@ def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
         assert not same(make(1), make(2))
     assert generators.loop(5, 2).blocks.tolist() == [0, 1, 0, 1, 0]
     assert generators.scan(4).blocks.tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="requests=0: expected at least 1"):
+    with pytest.raises(ConfigError, match="requests=0: expected a whole number from 1"):
         generators.scan(0)
 
 
@@ -300,3 +300,25 @@ def test_a_zipf_trace_has_the_frequencies_of_its_law() -> None:
     counts = np.bincount(generators.zipf(200_000, 100, 1.0).keys)
     expected = 1 / np.arange(1, 101)
     np.testing.assert_allclose(counts / 200_000, expected / expected.sum(), atol=0.004)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (generators.zipf, {"skew": np.nan}), (generators.zipf, {"skew": np.inf}),
+        (generators.zipf, {"skew": -1.0}), (generators.zipf, {"skew": "1"}),
+        (generators.zipf, {"requests": 1.5}), (generators.zipf, {"blocks": np.nan}),
+        (generators.zipf, {"seed": -1}), (generators.zipf, {"seed": None}),
+        (generators.sessions, {"turns": np.nan}), (generators.sessions, {"turns": 0.5}),
+        (generators.sessions, {"calls": np.nan}), (generators.sessions, {"concurrent": 0}),
+        (generators.sessions, {"seed": 0.5}), (generators.phase_shift, {"scan": -1}),
+        (generators.phase_shift, {"seed": -1}), (generators.loop, {"requests": np.nan}),
+        (generators.scan, {"requests": "9"}),
+    ],
+)  # fmt: skip
+def test_a_trace_is_made_of_numbers(make: Callable[..., object], options: dict[str, Any]) -> None:
+    (name,) = options
+    required = {generators.scan: ["requests"], generators.sessions: [], generators.phase_shift: []}
+    given = dict.fromkeys(required.get(make, ["requests", "blocks"]), 9) | options
+    with pytest.raises(ConfigError, match=f"^{name}=.*: expected a "):
+        make(**given)
