@@ -364,7 +364,8 @@ def test_a_capacity_that_cannot_be_counted_is_refused(capacity: Any) -> None:  #
 
 
 def test_a_capacity_of_numpy_is_a_number() -> None:
-    assert replay(RequestTrace.of_blocks([1, 1]), CLOCK(), np.int64(1)).hits.tolist() == [0, 1]
+    one: Any = np.int64(1)
+    assert replay(RequestTrace.of_blocks([1, 1]), CLOCK(), one).hits.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("policy", [5, None, LRU(), CLOCK])
