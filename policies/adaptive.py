@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.arguments import is_number, is_whole
 from tierstore.errors import ConfigError
 from tierstore.kernels.tables import CHUNK
 from tierstore.policies.blend import Blend
@@ -14,15 +16,16 @@ from tierstore.policies.lookahead import Lookahead
 from tierstore.policies.lrfu import LRFU
 from tierstore.policies.lru import LRU
 from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
-from tierstore.policies.shadows import Shadows
+from tierstore.policies.shadows import MOST_EVERY, Shadows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import Access, Ids
 
 _MOST = 8
+_AMPLE = 1e9
 
 
 class Adaptive(RankedPolicy):
@@ -49,14 +52,27 @@ class Adaptive(RankedPolicy):
         memory: float = 0.99,
         lead: float = 0.02,
     ) -> None:
+        if not isinstance(candidates, Sequence) or not all(map(callable, candidates)):
+            raise ConfigError(f"candidates={candidates!r}: expected classes of ranked policies")
         if not 1 <= len(candidates) <= _MOST:
             raise ConfigError(f"{len(candidates)} candidates: expected 1 to {_MOST}")
-        if not (window >= 1 and every >= 1 and 0 <= memory < 1 and lead >= 0):
+        are_numbers = is_whole(every) and all(map(is_number, (window, memory, lead)))
+        if not (
+            are_numbers
+            and 1 <= window <= _AMPLE
+            and 1 <= every <= MOST_EVERY
+            and 0 <= memory < 1
+            and 0 <= lead <= _AMPLE
+        ):
             raise ConfigError(
-                f"window={window}, every={every}, memory={memory}, lead={lead}: expected at least "
-                "1 and 1, a factor in [0, 1), and at least 0"
+                f"window={window!r}, every={every!r}, memory={memory!r}, lead={lead!r}: expected "
+                "at least 1 and 1 (a whole number), a factor in [0, 1), and at least 0; up to "
+                f"{_AMPLE:g}"
             )
         self.candidates = [make() for make in candidates]
+        for candidate in self.candidates:
+            if not isinstance(candidate, RankedPolicy):
+                raise ConfigError(f"candidate {candidate!r}: expected a RankedPolicy")
         self._window, self._every, self._memory = window, every, memory
         self._handicap = np.where(np.arange(len(candidates)) > 0, 1 + lead, 1.0)
 

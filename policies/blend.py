@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.arguments import is_number
 from tierstore.errors import ConfigError
 from tierstore.policies.history import LEAST_MASS, ScoreHistory, UseCount
 from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from tierstore.interfaces import Access
 
 _UNUSED = np.float32(0.05)
+_MOST_WEIGHT = 1e6
 
 
 class Blend(RankedPolicy):
@@ -30,7 +32,7 @@ class Blend(RankedPolicy):
     fast, slow: weight of the newest score in each mean, in (0, 1].
     share: part of the fast mean, in (0, 1).
     decay: what is left of a use one step later, in [0, 1].
-    weight: of the log of uses, at least 0.
+    weight: of the log of uses, from 0 to a million.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Blend(RankedPolicy):
         decay: float = 0.9,
         weight: float = 0.15,
     ) -> None:
-        if not (0 < share < 1 and weight >= 0):
+        are_numbers = is_number(share) and is_number(weight)
+        if not (are_numbers and 0 < share < 1 and 0 <= weight <= _MOST_WEIGHT):
             raise ConfigError(
-                f"share={share}, weight={weight}: expected a part in (0, 1), and at least 0"
+                f"share={share!r}, weight={weight!r}: expected a part in (0, 1), and at least 0, "
+                f"up to {_MOST_WEIGHT:g}"
             )
         self._scores = ScoreHistory([fast, slow], LEAST_MASS, np.inf)
         self._uses = UseCount(decay)

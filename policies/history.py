@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.arguments import is_number
 from tierstore.errors import ConfigError
 from tierstore.kernels import histories
 from tierstore.kernels.tables import CHUNK
@@ -35,8 +36,8 @@ class ScoreHistory:
 
     def __init__(self, alphas: Sequence[float], low: float, high: float) -> None:
         for alpha in alphas:
-            if not 0 < alpha <= 1:
-                raise ConfigError(f"alpha={alpha}: expected a weight in (0, 1], for example 0.3")
+            if not (is_number(alpha) and 0 < alpha <= 1):
+                raise ConfigError(f"alpha={alpha!r}: expected a weight in (0, 1], for example 0.3")
         self._weights = np.array(alphas, np.float32)
         self._bounds = np.float32(low), np.float32(high)
         self._scores: Scores = np.empty(0, np.float32)
@@ -88,8 +89,8 @@ class UseCount:
     """
 
     def __init__(self, decay: float) -> None:
-        if not 0 <= decay <= 1:
-            raise ConfigError(f"decay={decay}: expected a factor in [0, 1], for example 0.95")
+        if not (is_number(decay) and 0 <= decay <= 1):
+            raise ConfigError(f"decay={decay!r}: expected a factor in [0, 1], for example 0.95")
         self.decay = decay
 
     def bind(self, space: HandleSpace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tierstore.arguments import MOST_WHOLE, is_whole
 from tierstore.errors import ConfigError
 from tierstore.policies.ranked import BlockStats, Rank, RankedPolicy
 
@@ -19,9 +20,9 @@ class Lookahead(RankedPolicy):
     """
 
     def __init__(self, pool: int | None = None) -> None:
-        if pool is not None and pool < 1:
+        if pool is not None and not (is_whole(pool) and 1 <= pool <= MOST_WHOLE):
             raise ConfigError(
-                f"pool={pool}: expected a number of blocks >= 1, or None for all scores"
+                f"pool={pool!r}: expected a number of blocks >= 1, or None for all scores"
             )
         self.pool = pool
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
 from tierstore.policies.queues import (
     ARC,
@@ -24,15 +25,16 @@ from tierstore.policies.queues import (
     SLRU,
     Belady,
     QueueLRU,
+    QueuePolicy,
     TwoQueue,
     WorkloadAware,
     WTinyLFU,
 )
+from tierstore.policies.queues.base import MOST_CAPACITY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tierstore.policies.queues import QueuePolicy
     from tierstore.traces.requests import RequestTrace
 
 Flags = npt.NDArray[np.bool_]
@@ -112,12 +114,13 @@ def replay(
 
     Parameters
     ----------
-    capacity: in blocks, or in bytes where the trace has sizes; at least 1.
+    capacity: in blocks, or in bytes where the trace has sizes; from 1 to 2**59.
     leaf_first: touch each request's blocks from the last to the first, so that of a chain the root
         is the most recent and leaves go first; False goes from the root on.
     """
-    if capacity < 1:
-        raise ConfigError(f"capacity={capacity}: expected at least 1")
+    if not isinstance(policy, QueuePolicy):
+        raise ConfigError(f"policy={policy!r}: expected a QueuePolicy, for example QueueLRU()")
+    check_whole("capacity", capacity, 1, MOST_CAPACITY)
     order = leaf_first_order(trace.request_ptr) if leaf_first else slice(None)
     keys = trace.keys[order]
     policy.start(trace.distinct, capacity, _sizes(trace), _costs(trace), _categories(trace, order))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierstore.interfaces import Access, Ids, Pointers
     from tierstore.policies.ranked import RankedPolicy
 
+MOST_EVERY = (1 << 32) - 1
 _SPREAD = np.uint32(0x9E3779B1)
 """2^32 over the golden ratio: products modulo 2^32 of any run of numbers lie evenly."""
 
@@ -111,5 +112,5 @@ def is_followed(handles: Ids, every: int) -> npt.NDArray[np.bool_]:
     """Whether a handle is in the sample: one of `every`, in a run of them or 2, 4 or 8 apart."""
     # Not by the remainder: of an odd multiple, that of a power of two follows each block's number.
     mixed = handles.astype(np.uint32) * _SPREAD
-    chosen: npt.NDArray[np.bool_] = mixed <= np.uint32(0xFFFFFFFF // every)
+    chosen: npt.NDArray[np.bool_] = mixed <= np.uint32(MOST_EVERY // every)
     return chosen

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ConfigError
+from tierstore.arguments import check_whole
 from tierstore.sizes import parse_size
 
 Fingerprints = npt.NDArray[np.uint64]
@@ -63,9 +63,9 @@ class AdmitAfter(Admission):
     """
 
     def __init__(self, requests: int = 2, window: int = 100_000, seed: int = 0) -> None:
-        self.requests = _whole("requests", requests, 1, MOST_REQUESTS)
-        self.window = _whole("window", window, 1, MOST_WINDOW)
-        random = np.random.default_rng(_whole("seed", seed, 0, (1 << 64) - 1))
+        self.requests = check_whole("requests", requests, 1, MOST_REQUESTS)
+        self.window = check_whole("window", window, 1, MOST_WINDOW)
+        random = np.random.default_rng(check_whole("seed", seed, 0, (1 << 64) - 1))
         # Multiply-shift: the top bits of the product with an odd number.
         odd = random.integers(0, 1 << 63, (ROWS, 1), np.uint64) * np.uint64(2) + np.uint64(1)
         bits = (CELLS_PER_REQUEST * self.window - 1).bit_length()
@@ -121,7 +121,7 @@ class EnduranceBudget(Admission):
 
     def __init__(self, bytes_per_day: int | str, seed: int = 0) -> None:
         self.bytes_per_day = parse_size(bytes_per_day, "bytes_per_day")
-        self._random = np.random.default_rng(_whole("seed", seed, 0, (1 << 64) - 1))
+        self._random = np.random.default_rng(check_whole("seed", seed, 0, (1 << 64) - 1))
         self._bytes_per_s = self.bytes_per_day / DAY_S
         self._most = self._bytes_per_s * BURST_S
         self._savings = self._most
@@ -163,10 +163,3 @@ def _occurrences(cells: npt.NDArray[np.int64]) -> tuple[Sizes, npt.NDArray[np.in
     nth = np.empty(len(cells), np.int64)
     nth[order] = position - start + 1
     return nth, order[np.append(changes, True)]
-
-
-def _whole(name: str, value: int, least: int, most: int) -> int:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_whole or not least <= value <= most:
-        raise ConfigError(f"{name}={value!r}: expected a whole number from {least} to {most}")
-    return int(value)

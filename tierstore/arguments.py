@@ -1,9 +1,10 @@
-"""What callers of a keyed store hand over: checked, and brought into one form."""
+"""What callers hand over: checked, and brought into one form."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
@@ -16,6 +17,28 @@ if TYPE_CHECKING:
 
     Keys = Sequence[bytes] | Bytes
     Values = Sequence[bytes | bytearray | memoryview | Bytes] | Bytes
+
+MOST_WHOLE = 2**63 - 1
+"""The largest number that an int64 holds."""
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether that is a whole number, of Python or numpy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether that is a real number which a float holds: neither NaN nor infinite, and no bool."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return False
+    return bool(-sys.float_info.max <= value <= sys.float_info.max)
+
+
+def check_whole(name: str, value: int, least: int, most: int = MOST_WHOLE) -> int:
+    """`value` itself; ConfigError if it is not a whole number from `least` to `most`."""
+    if not is_whole(value) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}: expected a whole number from {least} to {most}")
+    return int(value)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
+from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,7 +124,4 @@ def _as_bytes(name: str, value: bytes | Bytes) -> bytes:
 
 def check_count(name: str, count: int) -> int:
     """`count` itself; ConfigError if it is not a whole number from 1 to 2**32 - 1."""
-    is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not is_whole or not 1 <= count <= MOST_TOKEN:
-        raise ConfigError(f"{name}={count!r}: expected a whole number from 1 to {MOST_TOKEN}")
-    return int(count)
+    return check_whole(name, count, 1, MOST_TOKEN)

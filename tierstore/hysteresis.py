@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tierstore.arguments import is_number
 from tierstore.errors import ConfigError
 from tierstore.sizes import parse_size
 
@@ -56,10 +57,10 @@ def parse_hysteresis(amount: float | str) -> tuple[float, int | None]:
     try:
         if isinstance(amount, str) and amount[-1:].isalpha():
             return 0.0, parse_size(amount)
-        delta = float(amount)
-    except (TypeError, ValueError):
+        delta = float(amount) if isinstance(amount, str) or is_number(amount) else math.nan
+    except ValueError:
         delta = math.nan
-    if isinstance(amount, bool) or not 0 <= delta < math.inf:
+    if not 0 <= delta < math.inf:
         raise ConfigError(
             f"hysteresis={amount!r}: expected nats >= 0, for example 1.0, or the bytes that a step "
             "should fetch, for example '512KiB'"

@@ -2,6 +2,7 @@
 
 import re
 
+from tierstore.arguments import MOST_WHOLE, is_whole
 from tierstore.errors import ConfigError
 
 _UNITS = {
@@ -20,13 +21,16 @@ def parse_size(size: int | str, what: str = "size") -> int:
             raise ConfigError(
                 f"{what}={size!r}: expected a number and a unit, such as 512KiB, 16MiB, 1.5GB"
             )
-        value = int(float(match[1]) * _UNITS[match[2].lower()])
-    elif isinstance(size, int) and not isinstance(size, bool):
-        value = size
+        # A float takes any number of digits; what is too much, even infinite, is cut.
+        value = int(min(float(match[1]) * _UNITS[match[2].lower()], 2.0 * MOST_WHOLE))
+    elif is_whole(size):
+        value = int(size)
     else:
         raise ConfigError(f"{what}={size!r}: expected bytes as an int or a string such as '16MiB'")
     if value <= 0:
         raise ConfigError(f"{what}={size!r}: expected more than zero bytes, for example '16MiB'")
+    if value > MOST_WHOLE:
+        raise ConfigError(f"{what}={size!r:.40}: expected less than 8 EiB, for example '16MiB'")
     return value
 
 
@@ -52,8 +56,8 @@ def parse_budget(budget: float | str) -> float | int:
                 value = float(text[:-1]) / 100
             else:
                 value = int(text) if text.isdecimal() else float(text)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            return value
+        if is_whole(value) and 1 <= value <= MOST_WHOLE:
+            return int(value)
         if isinstance(value, float) and 0 < value <= 1:
             return value
     except ValueError:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import check_whole, is_number
 from tierstore.errors import ConfigError, PolicyError
 from tierstore.interfaces import Access, Demand, EvictionPolicy, Ids, Pointers
 from tierstore.policies.queues.lists import (
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 _NONE: Ids = np.zeros(0, np.int32)
 _CATEGORIES = 1 << 16
 """Numbers of categories below this are fine whatever the number of requests."""
+MOST_CAPACITY = 1 << 59
+"""In blocks or bytes: policies count in int64, up to eight times as much."""
+_MOST_BYTES = 1 << 62
 _NO_NODES: Ids = np.zeros((0, 0), np.int32)
 
 
@@ -187,26 +191,43 @@ class QueuePolicy(EvictionPolicy):
     ) -> None:
         """Begin with nothing, for keys numbered below `keys` and one domain of that capacity.
 
-        size, cost: of each key, where they differ. category: of each request, at least 0, all that
-        will come, counted from 0; None if unknown.
+        ConfigError, and no change, for what compiled code would count wrong.
+
+        Parameters
+        ----------
+        keys: at most 2**31 - 1. capacity: from 1 to 2**59.
+        size, cost: of each key, above 0, where they differ; sizes of at most 2**62 together.
+        category: of each request, at least 0, all that will come, counted from 0; None if unknown.
         """
         if hasattr(self, "_node"):
             raise ConfigError(f"this {type(self).__name__} is in use: expected a new one")
-        for name, of_each in (("sizes", size), ("costs", cost)):
-            if of_each is not None and len(of_each) != keys:
-                raise ConfigError(f"{len(of_each)} {name} for {keys} keys: expected one of each")
+        check_whole("keys", keys, 0, 2**31 - 1)
+        check_whole("capacity", capacity, 1, MOST_CAPACITY)
+        for name, of_each, kind in (("sizes", size, "i"), ("costs", cost, "f")):
+            if of_each is not None:
+                _check_numbers(name, of_each, kind)
+                if len(of_each) != keys:
+                    raise ConfigError(
+                        f"{len(of_each)} {name} for {keys} keys: expected one of each"
+                    )
+                if not (np.isfinite(of_each) & (of_each > 0)).all():
+                    raise ConfigError(f"{name}: expected finite numbers above 0")
+        if size is not None and size.sum(dtype=np.float64) > _MOST_BYTES:
+            raise ConfigError(f"sizes: expected at most {_MOST_BYTES} together, found more")
+        categories = None if category is None else _checked_categories(category)
         self.bind(_KeySpace(keys))
         if size is not None:
             self._size = size
         if cost is not None:
             self._cost = cost
-        if category is not None:
-            self._category = _checked_categories(category)
-            self._reuse = np.zeros((int(category.max(initial=-1)) + 1, 2))
+        if categories is not None:
+            self._category = categories
+            self._reuse = np.zeros((int(categories.max(initial=-1)) + 1, 2))
         self.on_capacity(np.zeros(1, np.int32), np.array([capacity]))
 
     def expect(self, future: npt.NDArray[np.int64]) -> None:
-        """Say when the key of each request, counted from 0, is requested again."""
+        """Say when the key of each request, counted from 0, is requested again: int64 [n]."""
+        _check_numbers("future", future, "i")
         self._future = future
 
     def request(self, keys: Ids) -> npt.NDArray[np.bool_]:
@@ -225,6 +246,7 @@ class QueuePolicy(EvictionPolicy):
         name = type(self).__name__
         if not hasattr(self, "_node"):
             raise ConfigError(f"{name}: request before start: call start first")
+        _check_numbers("keys", keys, "iu")
         known, told = len(self._node.array), len(self._future)
         if len(keys) and (keys.min() < 0 or keys.max() >= known):
             given = f"keys from {keys.min()} to {keys.max()}"
@@ -244,6 +266,7 @@ class QueuePolicy(EvictionPolicy):
 
 def _checked_categories(category: Ids) -> Ids:
     """Compiled code has a table of them, and does not look where it reads and writes."""
+    _check_numbers("categories", category, "i")
     end = max(len(category), _CATEGORIES)
     if len(category) and not 0 <= category.min() <= category.max() < end:
         raise ConfigError(
@@ -251,6 +274,18 @@ def _checked_categories(category: Ids) -> Ids:
             f"below {end}"
         )
     return category
+
+
+def _check_numbers(name: str, given: object, kinds: str) -> None:
+    """Compiled code is for arrays of one axis, of whole numbers or of others."""
+    if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in kinds:
+        what = (
+            f"{given.dtype} of {given.ndim} axes"
+            if isinstance(given, np.ndarray)
+            else type(given).__name__
+        )
+        wanted = "floats" if kinds == "f" else "whole numbers"
+        raise ConfigError(f"{name}: expected an array [n] of {wanted}, found {what}")
 
 
 class _KeySpace:
@@ -278,6 +313,8 @@ class _Fixed(NamedTuple):
 
 def checked_share(name: str, value: float, most: float = 1.0) -> float:
     """`value` if it is a share above 0; ConfigError otherwise."""
-    if not 0 < value <= most:
-        raise ConfigError(f"{name}={value}: expected a share of the capacity above 0, up to {most}")
+    if not (is_number(value) and 0 < value <= most):
+        raise ConfigError(
+            f"{name}={value!r}: expected a share of the capacity above 0, up to {most}"
+        )
     return value

@@ -57,6 +57,8 @@ class Belady(QueuePolicy):
     loops = compile_loops(globals())
 
     def __init__(self, *, bypass: bool = True) -> None:
+        if not isinstance(bypass, bool):
+            raise ConfigError(f"bypass={bypass!r}: expected True or False")
         super().__init__(float(bypass))
 
     def on_access(self, access: Access) -> NoReturn:

@@ -1,6 +1,6 @@
 """CLOCK: FIFO with second chances."""
 
-from tierstore.errors import ConfigError
+from tierstore.arguments import check_whole
 from tierstore.kernels.jit import part
 from tierstore.policies.queues.base import QueuePolicy
 from tierstore.policies.queues.lists import COUNT, NEWER, may_leave, move, oldest, push, put, unlink
@@ -49,6 +49,4 @@ class CLOCK(QueuePolicy):
     loops = compile_loops(globals())
 
     def __init__(self, bits: int = 1) -> None:
-        if not 1 <= bits <= 16:
-            raise ConfigError(f"bits={bits}: expected 1 to 16")
-        super().__init__(2**bits - 1)
+        super().__init__(2 ** check_whole("bits", bits, 1, 16) - 1)

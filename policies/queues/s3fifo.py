@@ -1,6 +1,6 @@
 """S3-FIFO (Yang et al., SOSP 2023), in the form that libCacheSim has since December 2024."""
 
-from tierstore.errors import ConfigError
+from tierstore.arguments import check_whole
 from tierstore.kernels.jit import part
 from tierstore.policies.queues.base import QueuePolicy, checked_share
 from tierstore.policies.queues.lists import (
@@ -118,8 +118,8 @@ class S3FIFO(QueuePolicy):
     loops = compile_loops(globals())
 
     def __init__(self, small: float = 0.1, ghosts: float = 0.9, promote_at: int = 1) -> None:
-        if not 1 <= promote_at <= _MOST_USES:
-            raise ConfigError(f"promote_at={promote_at}: expected 1 to {_MOST_USES} uses")
         super().__init__(
-            checked_share("small", small), checked_share("ghosts", ghosts, most=8.0), promote_at
+            checked_share("small", small),
+            checked_share("ghosts", ghosts, most=8.0),
+            check_whole("promote_at", promote_at, 1, _MOST_USES),
         )

@@ -1,5 +1,6 @@
 """GDSF that knows which kinds of requests come back (after Wang et al., ATC 2025)."""
 
+from tierstore.arguments import is_number
 from tierstore.errors import ConfigError
 from tierstore.kernels.jit import part
 from tierstore.policies.queues import gdsf
@@ -83,6 +84,6 @@ class WorkloadAware(QueuePolicy):
     loops = compile_loops(globals())
 
     def __init__(self, decay: float = 0.9999) -> None:
-        if not 0 < decay <= 1:
-            raise ConfigError(f"decay={decay}: expected a factor in (0, 1]")
+        if not (is_number(decay) and 0 < decay <= 1):
+            raise ConfigError(f"decay={decay!r}: expected a factor in (0, 1]")
         super().__init__(decay)

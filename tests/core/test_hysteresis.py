@@ -211,7 +211,11 @@ def test_a_fixed_difference_stays() -> None:
     assert Hysteresis("2MiB").target_bytes == 2 << 20
 
 
-@pytest.mark.parametrize("amount", ["x", "", -1, math.nan, math.inf, None, True, "0KiB", [1], "1%"])
+@pytest.mark.parametrize(
+    "amount",
+    ["x", "", -1, math.nan, math.inf, None, True, "0KiB", [1], "1%", 10**400, "9" * 400 + "B",
+     b"5", np.True_, 1j],
+)  # fmt: skip
 def test_what_is_no_difference_is_refused(amount: object) -> None:
     with pytest.raises(ConfigError, match=r"hysteresis=|size="):
         Hysteresis(amount)  # type: ignore[arg-type]

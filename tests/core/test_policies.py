@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,9 @@ from tierstore.testing import PolicyTests, QueuePolicyTests, ReplayTests
 from tierstore.testing.policies import Fact, History
 from tierstore.testing.policy_cache import PolicyCache
 from tierstore.testing.policy_traces import skewed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class TestLRU(PolicyTests):
@@ -481,6 +485,131 @@ def test_requests_that_the_arrays_do_not_have_are_refused() -> None:
     for sizes, costs in ((np.ones(4, np.int64), None), (None, np.ones(6))):
         with pytest.raises(ConfigError, match=r"^(4 sizes|6 costs) for 5 keys: expected one"):
             GDSF().start(5, 3, sizes, costs)
+
+
+WRONG_NUMBERS = (0, -1, np.nan, np.inf, -np.inf, "1", None, True, 10**400, 1j, np.array([1, 1]))
+"""What no parameter of a policy is; some of them are arrays, which have no one truth."""
+
+
+@pytest.mark.parametrize("wrong", WRONG_NUMBERS)
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (CLOCK, ["bits"]),
+        (S3FIFO, ["small", "ghosts", "promote_at"]),
+        (TwoQueue, ["small", "ghosts"]),
+        (LIRS, ["queue", "ghosts"]),
+        (SLRU, ["protected"]),
+        (WTinyLFU, ["window", "protected"]),
+        (WorkloadAware, ["decay"]),
+        (EWMA, ["alpha"]),
+        (Blend, ["fast", "slow", "share"]),
+        (Lookahead, ["pool"]),
+        (Adaptive, ["window", "every"]),
+    ],
+)
+def test_what_is_no_parameter_is_refused(
+    make: Callable[..., object], names: list[str], wrong: object
+) -> None:
+    for name in names:
+        if not (name == "pool" and wrong is None):
+            with pytest.raises(ConfigError, match="expected "):
+                make(**{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [each for each in WRONG_NUMBERS if each is not WRONG_NUMBERS[0]])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(EwmaUse, "decay"), (LRFU, "decay"), (Blend, "decay"), (Blend, "weight"), (Random, "seed"),
+     (Adaptive, "memory"), (Adaptive, "lead")],
+)  # fmt: skip
+def test_what_is_no_parameter_and_not_zero_is_refused(
+    make: Callable[..., object], name: str, wrong: object
+) -> None:
+    with pytest.raises(ConfigError, match="expected "):
+        make(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (CLOCK, {"bits": 1.5}), (S3FIFO, {"promote_at": 1.5}), (Lookahead, {"pool": 1.5}),
+        (Random, {"seed": 1.5}), (Adaptive, {"every": 1.5}), (Adaptive, {"every": 2**32}),
+        (Adaptive, {"window": 1e300}), (Adaptive, {"lead": 1e300}), (Blend, {"weight": 1e300}),
+        (Adaptive, {"candidates": None}), (Adaptive, {"candidates": [LRU()]}),
+        (Adaptive, {"candidates": [CLOCK]}), (Belady, {"bypass": "no"}),
+        (Belady, {"bypass": np.nan}),
+    ],
+)  # fmt: skip
+def test_a_parameter_has_its_type_and_bounds(
+    make: Callable[..., object], options: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match="expected "):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"keys": -1}, "keys=-1"),
+        ({"keys": 2**31}, "keys="),
+        ({"keys": 8.0}, "keys=8.0"),
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": 2.7}, "capacity=2.7"),
+        ({"capacity": np.nan}, "capacity=nan"),
+        ({"capacity": "3"}, "capacity='3'"),
+        ({"capacity": None}, "capacity=None"),
+        ({"capacity": True}, "capacity=True"),
+        ({"capacity": 2**59 + 1}, "capacity="),
+        ({"capacity": 2**64}, "capacity="),
+        ({"size": np.zeros(8, np.int64)}, "sizes"),
+        ({"size": np.array([1, -9, 2, 1, 1, 1, 1, 1])}, "sizes"),
+        ({"size": np.full(8, np.nan)}, "sizes"),
+        ({"size": np.full(8, 2**60)}, "sizes"),
+        ({"size": [1] * 8}, "sizes"),
+        ({"size": np.ones((8, 1), np.int64)}, "sizes"),
+        ({"cost": np.full(8, np.nan)}, "costs"),
+        ({"cost": np.full(8, -np.inf)}, "costs"),
+        ({"cost": np.zeros(8)}, "costs"),
+        ({"cost": ["a"] * 8}, "costs"),
+        ({"category": [0, 1]}, "categories"),
+        ({"category": np.zeros(9)}, "categories"),
+        ({"category": np.full(9, -5, np.int32)}, "categories"),
+    ],
+)
+def test_a_replay_that_would_count_wrong_does_not_start(
+    options: dict[str, Any], named: str
+) -> None:
+    policy = GDSF()
+    with pytest.raises(ConfigError, match=f"^{re.escape(named)}.*expected"):
+        policy.start(**{"keys": 8, "capacity": 3, **options})
+    policy.start(8, 3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[1, 2], np.full(2, np.nan), np.ones((2, 1), np.int64), None, np.array(["a"] * 2)]
+)
+def test_keys_and_futures_are_whole_numbers(wrong: Any) -> None:  # noqa: ANN401
+    """A future of NaN was no future: the search for victims had no end."""
+    policy = Belady()
+    policy.start(8, 3)
+    with pytest.raises(ConfigError, match=r"^future: expected an array \[n\] of whole numbers"):
+        policy.expect(wrong)
+    with pytest.raises(ConfigError, match=r"^keys: expected an array \[n\] of whole numbers"):
+        policy.request(wrong)
+
+
+@pytest.mark.parametrize("ghosts", [0.1, 8.0])
+@pytest.mark.parametrize("make", [S3FIFO, TwoQueue, LIRS])
+def test_the_largest_capacity_is_counted_right(make: Callable[..., Any], ghosts: float) -> None:
+    """Eight times as much wrapped round to less than nothing, which no ghost could fit: no end."""
+    policy = make(ghosts=ghosts)
+    policy.start(7, 2**59, np.full(7, 2**59, np.int64))
+    keys = np.tile(np.arange(7, dtype=np.int32), 3)
+    assert policy.request(keys).sum() == 0
+    larger = make(ghosts=ghosts)
+    larger.start(7, 2**59, np.full(7, 2**56, np.int64))
+    assert larger.request(keys).sum() == 14
 
 
 def test_belady_is_asked_for_no_future_that_it_was_not_told() -> None:

@@ -52,6 +52,16 @@ def test_sizes_without_bytes_are_refused(size: int | str) -> None:
         parse_size(size)
 
 
+@pytest.mark.parametrize("size", [2**63, "8388608TiB", "9" * 400, "9" * 400 + "TiB"])
+def test_sizes_beyond_64_bits_are_refused(size: int | str) -> None:
+    with pytest.raises(ConfigError, match="expected less than 8 EiB"):
+        parse_size(size)
+
+
+def test_the_largest_size_is_taken() -> None:
+    assert parse_size(2**63 - 1) == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
@@ -99,7 +109,7 @@ def test_budgets_are_shares_or_tokens(budget: float | str, expected: float) -> N
 @pytest.mark.parametrize(
     "budget",
     [0, -1, 0.0, 1.5, -0.1, "0%", "101%", "1.5", "0", "", "%", "half", "nan", float("nan"),
-     float("inf"), True, None],
+     float("inf"), True, None, 10**400, "9" * 400],
 )  # fmt: skip
 def test_what_is_no_budget_is_refused(budget: object) -> None:
     with pytest.raises(ConfigError, match=r"expected a share of the context in \(0, 1\]") as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,16 @@ from tierstore.directory import HandleSpace
 from tierstore.errors import ConfigError, PolicyError
 from tierstore.interfaces import Access, Demand, Ids
 from tierstore.memory import unlimited
-from tierstore.policies import CLOCK, GDSF, S3FIFO, Belady, QueuePolicy, WorkloadAware, WTinyLFU
+from tierstore.policies import (
+    CLOCK,
+    GDSF,
+    LRU,
+    S3FIFO,
+    Belady,
+    QueuePolicy,
+    WorkloadAware,
+    WTinyLFU,
+)
 from tierstore.policies.replay import POLICIES, next_uses, replay
 from tierstore.testing.policy_cache import PolicyCache
 from tierstore.traces.requests import RequestTrace
@@ -345,3 +354,21 @@ def test_categories_that_compiled_code_would_look_up_elsewhere_are_refused(
 
     with pytest.raises(ConfigError, match="categories"):
         replayed()
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2.7, np.nan, np.inf, "5", None, True, 2**63, 2**64])
+def test_a_capacity_that_cannot_be_counted_is_refused(capacity: Any) -> None:  # noqa: ANN401
+    """In 64 bits, 2**63 is less than nothing: all misses, and no word of it."""
+    with pytest.raises(ConfigError, match=r"^capacity=.*: expected a whole number from 1 to 576"):
+        replay(RequestTrace.of_blocks([1, 2, 1]), CLOCK(), capacity)
+
+
+def test_a_capacity_of_numpy_is_a_number() -> None:
+    one: Any = np.int64(1)
+    assert replay(RequestTrace.of_blocks([1, 1]), CLOCK(), one).hits.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("policy", [5, None, LRU(), CLOCK])
+def test_only_policies_that_keep_an_order_are_replayed(policy: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigError, match=r"^policy=.*: expected a QueuePolicy"):
+        replay(RequestTrace.of_blocks([1, 1]), policy, 1)

@@ -86,6 +86,7 @@ def test_a_trace_comes_back(tmp_path: Path, per_unit: int) -> None:
         ({"unit_of": np.full((1, 40), 40, np.int32)}, "a unit that has no score"),
         ({"unit_of": np.zeros((2, 40), np.int32)}, "shapes that do not fit each other"),
         ({"unit_scores": np.zeros((20, 3, 40))}, r"unit_scores of shape \(20, 3, 40\), float64"),
+        ({"unit_scores": np.full((20, 3, 40), np.nan, np.float16)}, "a score that is no number"),
         ({"counts": np.zeros(3, np.int32)}, r"counts of shape \(3,\), int32"),
     ],
 )
@@ -109,7 +110,11 @@ def test_a_segment_cannot_get_shorter(tmp_path: Path) -> None:
         AttentionTrace.load(tmp_path / "a.trace")
 
 
-@pytest.mark.parametrize("facts", [{}, {"block_tokens": 4}, {"block_tokens": 0}])
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"block_tokens": 4}, {"block_tokens": 0}, {"block_tokens": True, "context_tokens": 9},
+     {"block_tokens": 4, "context_tokens": 10**400}],
+)  # fmt: skip
 def test_facts_must_tell_what_a_budget_is_a_share_of(tmp_path: Path, facts: dict[str, int]) -> None:
     replace(drifting(1), facts=facts).save(tmp_path / "a.trace")
     with pytest.raises(TraceError, match=r"found (block|context)_tokens="):
@@ -131,6 +136,16 @@ def test_another_budget_takes_the_best_blocks(seed: int, per_unit: int, blocks: 
 )
 def test_a_budget_is_a_share_of_the_context_or_tokens(budget: float | str, blocks: int) -> None:
     assert drifting(1).budget_blocks(budget) == blocks
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [np.array([1, 1, np.nan]), np.array([1, 1, np.inf]), np.array([1, 1, -1.0]), np.ones(2),
+     np.ones((3, 1)), np.array(["a"] * 3), [1, 1, 1], 1.0],
+)  # fmt: skip
+def test_shares_are_numbers_for_each_segment(shares: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigError, match="shares: expected "):
+        drifting(1).with_budget(0.1, shares)
 
 
 def test_a_selection_comes_with_its_scores() -> None:
@@ -277,6 +292,28 @@ def test_the_hit_ratio_is_of_the_steps_that_count() -> None:
     assert found.hit_ratio() == 1 - found.fetched.sum() / found.selected.sum()
     assert found.hit_ratio(10) == 1 - found.fetched[10:].sum() / found.selected[10:].sum()
     assert found.hit_ratio(20) == 1.0
+
+
+@pytest.mark.parametrize("blocks", [10**9, 2**62])
+def test_a_window_for_more_blocks_than_there_are_holds_all(blocks: int) -> None:
+    """Memory of a policy is by the size of windows: such a one took all of it, or hung."""
+    trace = drifting(3)
+    for make in POLICIES.values():
+        found = replay(trace, make(), windows(trace, blocks))
+        expected = replay(trace, make(), windows(trace, 40))
+        np.testing.assert_array_equal(found.fetched, expected.fetched)
+
+
+@pytest.mark.parametrize("sizes", [[9, 9, 9], np.full(3, 8.5), np.array(["9"] * 3), 9])
+def test_windows_are_whole_numbers(sizes: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigError, match="expected one for each of 3 segments"):
+        replay(drifting(3), LRU(), sizes)
+
+
+def test_only_policies_of_stores_are_replayed() -> None:
+    wrong: Any = 5
+    with pytest.raises(ConfigError, match="policy=5: expected an EvictionPolicy"):
+        replay(drifting(3), wrong, windows(drifting(3), 9))
 
 
 @pytest.mark.parametrize("sizes", [[4, 9, 9], [9, 9]])

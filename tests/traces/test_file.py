@@ -74,6 +74,53 @@ def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
 HEADER = {"format": "tierstore-trace", "version": 1}
 
 
+@pytest.mark.parametrize("version", ["true", "1.0", "0", "null", '"1"'])
+def test_a_version_is_a_whole_number(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "a.trace"
+    header = f'{{"format": "tierstore-trace", "version": {version}, "kind": "requests"}}'
+    with path.open("wb") as file:
+        np.savez(file, header=np.frombuffer(header.encode(), np.uint8))
+    with pytest.raises(TraceError, match="expected trace version 1, found "):
+        read_trace(path, "requests")
+
+
+@pytest.mark.parametrize("name", ["ids", "blocks", "header"])
+def test_an_entry_that_is_no_array_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, "requests", {}, {} if name == "header" else {"request_ptr": np.zeros(1)})
+    with zipfile.ZipFile(path) as archive:
+        entries = {each: archive.read(each) for each in archive.namelist()}
+    entries.pop(f"{name}.npy", None)
+    with zipfile.ZipFile(path, "w") as archive:
+        for each, content in {**entries, name: b"abc"}.items():
+            archive.writestr(each, content)
+    with pytest.raises(TraceError, match=f"written by tierstore, found '{name}', which is no arra"):
+        read_trace(path, "requests")
+
+
+def test_half_a_pair_in_a_fact_can_be_printed(tmp_path: Path) -> None:
+    """Names of files that are no UTF-8 have them in Python, and so have escapes in JSON."""
+    path = tmp_path / "a.trace"
+    write_trace(path, "requests", {"a\udcff": ["b\ud800", "\ud83d\ude00", "é😀"]}, {})
+    facts, _ = read_trace(path, "requests")
+    assert facts == {"a?": ["b?", "😀", "é😀"]}
+    assert str(facts).encode()
+
+
+@pytest.mark.parametrize("fact", [object(), {1, 2}, np.int64(3)])
+def test_facts_that_json_cannot_hold_are_refused(tmp_path: Path, fact: object) -> None:
+    with pytest.raises(TraceError, match="facts: expected what JSON can hold, found"):
+        write_trace(tmp_path / "a.trace", "requests", {"fact": fact}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.trace")
+    RequestTrace.of_blocks([1, 2]).save(path)
+    assert RequestTrace.load(path).requests == 2
+    assert kind_of(path) == "requests"
+
+
 @pytest.mark.parametrize("facts", [{}, {"facts": []}, {"facts": None}, {"facts": "no"}])
 def test_facts_are_a_dictionary(tmp_path: Path, facts: dict[str, Any]) -> None:
     path = tmp_path / "a.trace"

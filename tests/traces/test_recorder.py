@@ -14,10 +14,11 @@ from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import TraceError
 from tierstore.interfaces import BlockScores, Selection
+from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.recorder import AttentionRecorder
 
 if TYPE_CHECKING:
-    from tierstore.traces.attention import AttentionTrace
+    from pathlib import Path
 
 GEOMETRY = Geometry(2, 6, 2, 16, torch.float32, torch.device("cpu"))
 SEQUENCES, CONTEXT, STEPS, SCALE = 2, 300, 40, 0.4
@@ -134,6 +135,35 @@ def test_an_index_without_scores_cannot_be_recorded() -> None:
     engine.attend(0, *tensors, scale=1.0)
     with pytest.raises(TraceError, match="expected one that scores all blocks"):
         engine.attend(0, *(tensor[:, :, :1] for tensor in tensors), scale=1.0)
+
+
+def test_scores_that_are_no_numbers_are_refused_at_once() -> None:
+    """A trace of them could not be read again. What was recorded before stays whole."""
+    (selection, *_) = Run("exact").trace.selections()
+    recorder = AttentionRecorder(1)
+    blocks = np.full(8, 50, np.int32)
+    recorder.listen(0, blocks, selection)
+    assert selection.everything is not None
+    selection.everything.unit_scores[3, 2] = np.nan
+    with pytest.raises(TraceError, match="the index scored a block NaN"):
+        recorder.listen(0, blocks, selection)
+    assert recorder.trace(block_tokens=4, context_tokens=1).steps == 1
+
+
+def test_what_an_index_leaves_beyond_a_row_is_not_recorded(tmp_path: Path) -> None:
+    """One table serves rows of all lengths; beyond a row's blocks is what the memory held."""
+    scores = np.array([[1, np.nan, np.nan], [1, 2, 3]], np.float32)
+    everything = BlockScores(
+        scores, np.arange(3, dtype=np.int32)[None], np.arange(2, dtype=np.int32)
+    )
+    one_each = np.arange(3), np.zeros(2, np.int32), np.zeros(2, np.float32)
+    recorder = AttentionRecorder(1)
+    recorder.listen(0, np.array([1, 3], np.int32), Selection(*one_each, everything))
+    trace = recorder.trace(block_tokens=4, context_tokens=12)
+    assert trace.unit_scores.tolist() == [[[1, -np.inf, -np.inf], [1, 2, 3]]]
+    trace.unit_scores[0, 0, 2] = np.nan
+    trace.save(tmp_path / "a.trace")
+    AttentionTrace.load(tmp_path / "a.trace")
 
 
 def test_tables_of_units_are_kept_once() -> None:

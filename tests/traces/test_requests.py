@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError, TraceError
 from tierstore.traces import generators
 from tierstore.traces.file import write_trace
-from tierstore.traces.readers import read_requests
+from tierstore.traces.readers import read_oracle_general, read_requests
 from tierstore.traces.requests import RequestTrace
 
 if TYPE_CHECKING:
@@ -89,6 +90,42 @@ def test_arrays_that_do_not_fit_together_are_refused(
     write_trace(tmp_path / "a.trace", "requests", {}, arrays)
     with pytest.raises(TraceError, match=message):
         read_requests(tmp_path / "a.trace")
+
+
+def test_sizes_whose_sum_would_wrap_round_are_refused() -> None:
+    ptr, blocks = np.arange(3), np.arange(2, dtype=np.uint64)
+    RequestTrace(ptr, blocks, sizes=np.full(2, 2**61))
+    with pytest.raises(TraceError, match="at most 4611686018427387904 bytes in all"):
+        RequestTrace(ptr, blocks, sizes=np.full(2, 2**62))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [[1.5], [-1], np.array([-1]), [2**64], [np.nan], np.array([np.nan]), ["5"], "abc", [None],
+     [object()], [[1], [1, 2]], [True], [1j]],
+)  # fmt: skip
+def test_what_is_no_hash_is_refused(blocks: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TraceError, match=r"blocks: expected hashes from 0 to 2\*\*64 - 1, found"):
+        RequestTrace.of_blocks(blocks)
+
+
+@pytest.mark.parametrize("blocks", [[2**64 - 1, 0], [2**63, 1], [], (3,), [np.uint8(3)], [4.0]])
+def test_hashes_are_taken_from_lists(blocks: Any) -> None:  # noqa: ANN401
+    assert RequestTrace.of_blocks(blocks).blocks.tolist() == [int(block) for block in blocks]
+
+
+@pytest.mark.parametrize("blocks", [5, [[1, 2]]])
+def test_hashes_have_one_axis(blocks: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TraceError, match=r"blocks: expected uint64 \[n\], found uint64"):
+        RequestTrace.of_blocks(blocks)
+
+
+def test_lists_are_no_arrays() -> None:
+    wrong: Any = [0, 1]
+    with pytest.raises(TraceError, match=r"request_ptr: expected int64 \[n\], found list"):
+        RequestTrace(wrong, BLOCKS)
+    with pytest.raises(TraceError, match=r"sizes: expected int64 \[n\], found list"):
+        RequestTrace(PTR, BLOCKS, sizes=wrong)
 
 
 def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:
@@ -186,6 +223,27 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
             read_requests(path)
 
 
+def test_compressed_records_unpack_to_a_limit(tmp_path: Path) -> None:
+    """Few bytes may hold many: a limit that is looked at when all is unpacked is none."""
+    path = tmp_path / "a.bin.zst"
+    stream = zstandard.ZstdCompressor().compressobj()
+    with path.open("wb") as file:
+        for _ in range(256):
+            file.write(stream.compress(b"\x01" * (1 << 20)))
+        file.write(stream.flush())
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"at most 1000 bytes, found more: unpack it first"):
+        read_oracle_general(path, unpacked_bytes_max=1000)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 128 << 20
+    path.write_bytes(zstandard.compress(b"\x01" * 24 * 9))
+    with pytest.raises(TraceError, match="at most 215 bytes"):
+        read_oracle_general(path, unpacked_bytes_max=215)
+    assert read_oracle_general(path, unpacked_bytes_max=216).requests == 9
+
+
 def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
     makers: tuple[Callable[[int], RequestTrace], ...] = (
         lambda seed: generators.zipf(500, 90, seed=seed),
@@ -197,7 +255,7 @@ def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
         assert not same(make(1), make(2))
     assert generators.loop(5, 2).blocks.tolist() == [0, 1, 0, 1, 0]
     assert generators.scan(4).blocks.tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="requests=0: expected at least 1"):
+    with pytest.raises(ConfigError, match="requests=0: expected a whole number from 1"):
         generators.scan(0)
 
 
@@ -242,3 +300,25 @@ def test_a_zipf_trace_has_the_frequencies_of_its_law() -> None:
     counts = np.bincount(generators.zipf(200_000, 100, 1.0).keys)
     expected = 1 / np.arange(1, 101)
     np.testing.assert_allclose(counts / 200_000, expected / expected.sum(), atol=0.004)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (generators.zipf, {"skew": np.nan}), (generators.zipf, {"skew": np.inf}),
+        (generators.zipf, {"skew": -1.0}), (generators.zipf, {"skew": "1"}),
+        (generators.zipf, {"requests": 1.5}), (generators.zipf, {"blocks": np.nan}),
+        (generators.zipf, {"seed": -1}), (generators.zipf, {"seed": None}),
+        (generators.sessions, {"turns": np.nan}), (generators.sessions, {"turns": 0.5}),
+        (generators.sessions, {"calls": np.nan}), (generators.sessions, {"concurrent": 0}),
+        (generators.sessions, {"seed": 0.5}), (generators.phase_shift, {"scan": -1}),
+        (generators.phase_shift, {"seed": -1}), (generators.loop, {"requests": np.nan}),
+        (generators.scan, {"requests": "9"}),
+    ],
+)  # fmt: skip
+def test_a_trace_is_made_of_numbers(make: Callable[..., object], options: dict[str, Any]) -> None:
+    (name,) = options
+    required = {generators.scan: ["requests"], generators.sessions: [], generators.phase_shift: []}
+    given = dict.fromkeys(required.get(make, ["requests", "blocks"]), 9) | options
+    with pytest.raises(ConfigError, match=f"^{name}=.*: expected a "):
+        make(**given)

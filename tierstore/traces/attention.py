@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import kernels
-from tierstore.errors import TraceError
+from tierstore.arguments import MOST_WHOLE, is_whole
+from tierstore.errors import ConfigError, TraceError
 from tierstore.interfaces import BlockScores, Ids, Pointers, Scores, Selection
 from tierstore.sizes import parse_budget
 from tierstore.traces.file import read_trace, write_trace
@@ -89,12 +90,13 @@ class AttentionTrace:
         """The trace as it were with another budget, from the scores alone.
 
         budget: share of the context before the first step (a float in (0, 1]), or tokens.
-        shares: float64 [segments], what each segment gets of it, 1 for all of it and the default.
+        shares: float64 [segments] >= 0, what each segment gets of it, 1 for all of it and the
+            default.
 
         The scores stay those of the run, whose budget also had a part in its queries. A block of
         no unit is never selected.
         """
-        ones = np.ones(self.segments) if shares is None else shares
+        ones = np.ones(self.segments) if shares is None else self._checked(shares)
         blocks = np.maximum(np.rint(self.budget_blocks(budget) * ones), 1)
         counts: Ids = np.minimum(self._scored_blocks(), blocks).astype(np.int32)
         ids: Ids = np.empty(int(counts.sum()), np.int32)
@@ -116,6 +118,15 @@ class AttentionTrace:
         facts = {**self.facts, "budget": parse_budget(budget)}
         return replace(self, facts=facts, counts=counts, ids=ids)
 
+    def _checked(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        is_array = isinstance(shares, np.ndarray) and shares.dtype.kind in "iuf"
+        if not is_array or shares.shape != (self.segments,):
+            found = f"{shares.dtype} {list(shares.shape)}" if is_array else f"{shares!r:.60}"
+            raise ConfigError(f"shares: expected numbers [{self.segments}], found {found}")
+        if not (np.isfinite(shares) & (shares >= 0)).all():
+            raise ConfigError(f"shares: expected finite numbers >= 0, found {shares}")
+        return shares
+
     def _scored_blocks(self) -> Ids:
         """int32 [steps, segments]: how many of the blocks had a unit."""
         is_scored = np.pad(self.unit_of >= 0, ((0, 0), (1, 0)))
@@ -130,13 +141,13 @@ class AttentionTrace:
             amount *= int(self.facts["context_tokens"])
         return max(1, math.ceil(amount / int(self.facts["block_tokens"]) - 1e-9))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the trace; the file appears whole or not at all."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         write_trace(path, KIND, self.facts, arrays)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | Path) -> Self:
         """Read a trace. TraceError if the file is none, or its arrays do not fit each other."""
         facts, arrays = read_trace(path, KIND)
         fault = _fault(facts, arrays)
@@ -158,7 +169,7 @@ _ARRAYS = {
 def _fault(facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:
     """What is wrong with the content of a file; empty if nothing."""
     for name in ("block_tokens", "context_tokens"):
-        if not isinstance(facts.get(name), int) or facts[name] < 1:
+        if not is_whole(facts.get(name)) or not 1 <= facts[name] <= MOST_WHOLE:
             return f"{name}={facts.get(name)!r}"
     if arrays.keys() != _ARRAYS.keys():
         return f"arrays {sorted(arrays)}"
@@ -178,12 +189,26 @@ def _fault(facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
         return "more blocks than units are known for"
     if unit_of.min(initial=-1) < -1 or unit_of.max(initial=-1) >= unit_scores.shape[2]:
         return "a unit that has no score"
+    has_unit = np.arange(unit_scores.shape[2]) < units_of_rows(unit_of, blocks)[..., None]
+    if (np.isnan(unit_scores) & has_unit).any():
+        return "a score that is no number"
     if (blocks[1:] < blocks[:-1]).any():
         return "segments that get shorter"
     known = np.repeat(blocks.reshape(-1), counts.reshape(-1))
     if ((ids < 0) | (ids >= known)).any():
         return "a selected block that its segment does not have"
     return ""
+
+
+def units_of_rows(unit_of: Ids, blocks: Ids) -> Ids:
+    """int32, in the shape of blocks [..., rows]: units that this many blocks of a row are in.
+
+    unit_of: [rows, width], or [1, width] for all.
+    """
+    known = np.pad(unit_of + 1, ((0, 0), (1, 0)))
+    rows = np.arange(blocks.shape[-1]) % len(unit_of)
+    units: Ids = np.maximum.accumulate(known, axis=1)[rows, blocks]
+    return units
 
 
 def _unit_lists(unit_of: Ids, blocks: Ids, units: int) -> tuple[Ids, Ids, Ids, Ids]:

@@ -10,7 +10,7 @@ import torch
 
 from tierstore.directory import HandleSpace
 from tierstore.errors import ConfigError
-from tierstore.interfaces import Access
+from tierstore.interfaces import Access, EvictionPolicy
 from tierstore.layout import BlockLayout, Part
 from tierstore.memory import Memory, unlimited
 from tierstore.metrics import StoreMetrics
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tierstore.interfaces import EvictionPolicy, Ids, Pointers, Selection
+    from tierstore.interfaces import Ids, Pointers, Selection
     from tierstore.traces.attention import AttentionTrace
 
 _LAYOUT = BlockLayout((Part("nothing", (1,), torch.uint8),))
@@ -57,6 +57,7 @@ def replay(
     ----------
     policy: a new one; it says who leaves, among those that the step did not select.
     windows: int64 [segments], blocks that fit each segment's window, at least those of any step.
+        What is more than the blocks that a segment has makes no difference.
     selections: those of the trace, where they are at hand: ``trace.selections()`` by default.
 
     The decisions are those of a `BlockStore` with one domain for each segment; it sees the same
@@ -64,12 +65,21 @@ def replay(
     PolicyError for an exception of the policy's own.
     """
     most = trace.counts.max(0, initial=0)
-    if windows.shape != most.shape or (windows < most).any():
+    if (
+        not isinstance(windows, np.ndarray)
+        or windows.dtype.kind not in "iu"
+        or windows.shape != most.shape
+        or (windows < most).any()
+    ):
         raise ConfigError(
             f"windows={windows}: expected one for each of {trace.segments} segments, of at least "
             f"the {most.max(initial=0)} blocks that a step selects"
         )
+    if not isinstance(policy, EvictionPolicy):
+        raise ConfigError(f"policy={policy!r}: expected an EvictionPolicy")
     segments = np.arange(trace.segments, dtype=np.int32)
+    # Memory is taken for windows as they are; a segment never fills more than it has.
+    windows = np.minimum(windows, np.maximum(trace.blocks.max(0, initial=0), most)).astype(np.int64)
     moves, space = _empty_windows(policy, windows, int(trace.blocks.max(initial=0)))
     fetched = np.zeros(trace.blocks.shape, np.int64)
     if selections is None:

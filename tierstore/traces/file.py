@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from tierstore.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from numpy.lib.npyio import NpzFile
 
@@ -27,17 +27,21 @@ _FORMAT = "tierstore-trace"
 
 
 def write_trace(
-    path: Path, kind: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    path: str | Path, kind: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> None:
     """Write a trace; the file appears whole or not at all.
 
-    facts: what JSON can hold. OSError of the file system passes through.
+    facts: what JSON can hold, TraceError otherwise. OSError of the file system passes through.
     """
+    path = Path(path)
     for name, array in arrays.items():
         if array.dtype.hasobject:
             raise TraceError(f"array {name!r}: expected numbers, found Python objects")
     header = {"format": _FORMAT, "version": VERSION, "kind": kind, "facts": dict(facts)}
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    try:
+        text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TraceError(f"facts: expected what JSON can hold, found {error}") from error
     # Any: numpy's stubs take every name for its option allow_pickle.
     entries: dict[str, Any] = {_HEADER: text, **arrays}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -49,22 +53,26 @@ def write_trace(
         unfinished.unlink(missing_ok=True)
 
 
-def kind_of(path: Path) -> str | None:
+def kind_of(path: str | Path) -> str | None:
     """The kind of trace that a file says it is; None for a file of others."""
     try:
-        with _opened(path) as archive:
+        with _opened(Path(path)) as archive:
             kind = _header(archive, path).get("kind")
     except TraceError:
         return None
     return kind if isinstance(kind, str) else None
 
 
-def read_trace(path: Path, kind: str) -> tuple[dict[str, Any], Arrays]:
-    """Facts and arrays of a trace of that kind. TraceError if the file is not one."""
-    with _opened(path) as archive:
+def read_trace(path: str | Path, kind: str) -> tuple[dict[str, Any], Arrays]:
+    """Facts and arrays of a trace of that kind. TraceError if the file is not one.
+
+    Half of a pair of UTF-16 in a fact, which no output takes, is read as a question mark.
+    """
+    with _opened(Path(path)) as archive:
         header = _header(archive, path)
-        arrays = {name: archive[name] for name in archive.files if name != _HEADER}
-    if header.get("version") != VERSION:
+        arrays = {name: _array(archive, name) for name in archive.files if name != _HEADER}
+    # By type, too: 1.0 and True are equal to 1.
+    if type(header.get("version")) is not int or header["version"] != VERSION:
         raise TraceError(
             f"{path}: expected trace version {VERSION}, found {header.get('version')!r}: "
             "a newer tierstore wrote it"
@@ -100,8 +108,16 @@ def _opened(path: Path) -> Iterator[NpzFile]:
             ) from error
 
 
-def _header(archive: NpzFile, path: Path) -> dict[str, Any]:
-    header = json.loads(archive[_HEADER].tobytes())
+def _array(archive: NpzFile, name: str) -> npt.NDArray[Any]:
+    array: object = archive[name]
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name!r}, which is no array of numpy")
+    return array
+
+
+def _header(archive: NpzFile, path: str | Path) -> dict[str, Any]:
+    given = json.loads(_array(archive, _HEADER).tobytes())
+    header = json.loads(json.dumps(given, ensure_ascii=False).encode(errors="replace"))
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise TraceError(f"{path}: expected a trace written by tierstore, found another .npz file")
     return header

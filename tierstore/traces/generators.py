@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tierstore.arguments import check_whole, is_number
 from tierstore.errors import ConfigError
 from tierstore.traces.requests import Hashes, RequestTrace
 
@@ -12,9 +13,14 @@ CHAT, CALL = range(2)
 
 
 def zipf(requests: int, blocks: int, skew: float = 1.0, seed: int = 0) -> RequestTrace:
-    """Each request uses one block: the one of rank r with a probability of r ** -skew."""
+    """Each request uses one block: the one of rank r with a probability of r ** -skew.
+
+    skew: 0 or more; 0 uses all alike.
+    """
     _positive(requests=requests, blocks=blocks)
-    return RequestTrace.of_blocks(_zipf(np.random.default_rng(seed), requests, blocks, skew))
+    if not (is_number(skew) and skew >= 0):
+        raise ConfigError(f"skew={skew!r}: expected a number of at least 0")
+    return RequestTrace.of_blocks(_zipf(_random(seed), requests, blocks, skew))
 
 
 def _zipf(random: np.random.Generator, requests: int, blocks: int, skew: float) -> Hashes:
@@ -32,7 +38,8 @@ def phase_shift(
     What one policy learns is worth little in the next phase, so policies come apart.
     """
     _positive(phases=phases, requests=requests, blocks=blocks)
-    random = np.random.default_rng(seed)
+    check_whole("scan", scan, 0)
+    random = _random(seed)
     parts = []
     for phase in range(phases):
         ranks = random.permutation(blocks).astype(np.uint64)
@@ -71,10 +78,12 @@ def sessions(
     concurrent: conversations that are under way at a time. turns: mean number of a conversation.
     calls: share of the requests that are calls, in [0, 1].
     """
-    _positive(requests=requests, concurrent=concurrent, turns=turns)
-    if not 0 <= calls <= 1:
-        raise ConfigError(f"calls={calls}: expected a share in [0, 1]")
-    random = np.random.default_rng(seed)
+    _positive(requests=requests, concurrent=concurrent)
+    if not (is_number(turns) and turns >= 1):
+        raise ConfigError(f"turns={turns!r}: expected a number of at least 1")
+    if not (is_number(calls) and 0 <= calls <= 1):
+        raise ConfigError(f"calls={calls!r}: expected a share in [0, 1]")
+    random = _random(seed)
     fresh = 1_000
     chains: list[list[int]] = [[] for _ in range(concurrent)]
     categories = np.where(random.random(requests) < calls, CALL, CHAT)
@@ -99,12 +108,15 @@ def sessions(
     return RequestTrace(ptr, blocks, timestamps=times, categories=categories)
 
 
+def _random(seed: int) -> np.random.Generator:
+    return np.random.default_rng(check_whole("seed", seed, 0))
+
+
 def _prompt(random: np.random.Generator) -> list[int]:
     number = int(random.zipf(1.6)) % 8
     return [0, *range(1 + 4 * number, 5 + 4 * number)]
 
 
-def _positive(**values: float) -> None:
+def _positive(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: expected at least 1")
+        check_whole(name, value, 1)

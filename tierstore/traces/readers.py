@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import zstandard
 
+from tierstore.arguments import check_whole
 from tierstore.errors import TraceError
 from tierstore.traces.requests import RequestTrace
 
@@ -20,16 +21,20 @@ ORACLE_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("nex
 """A request in libCacheSim's format oracleGeneral."""
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 _MOST = 2**63
+UNPACKED_BYTES_MAX = 1 << 30
+"""Compressed records unpack to no more than this, 44 million requests, if a call does not say."""
+_AT_ONCE = 1 << 10
+"""Compressed bytes taken in at once: Zstandard makes at most some 32 thousand bytes of each."""
 
 
-def read_mooncake(path: Path) -> RequestTrace:
+def read_mooncake(path: str | Path) -> RequestTrace:
     """A trace of Mooncake (FAST 2025): one JSON object a line, with ``timestamp``, ``hash_ids``.
 
     Each id names a block of 512 tokens together with all before it. TraceError names the line.
     """
     chains: list[list[int]] = []
     times: list[int] = []
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             chain, time = _mooncake_request(line, f"{path}, line {number}")
             chains.append(chain)
@@ -58,16 +63,23 @@ def _is_count(value: object, end: int) -> bool:
     return type(value) is int and 0 <= value < end
 
 
-def read_oracle_general(path: Path) -> RequestTrace:
+def read_oracle_general(
+    path: str | Path, unpacked_bytes_max: int = UNPACKED_BYTES_MAX
+) -> RequestTrace:
     """A trace of libCacheSim in its binary format oracleGeneral, perhaps compressed by Zstandard.
+
+    unpacked_bytes_max: the most that a compressed file may unpack to, since a small file may hold
+    more than there is memory. TraceError beyond; a file that is not compressed has no limit.
 
     Records of 24 bytes, little-endian: uint32 seconds, uint64 id, uint32 bytes, int64 number of the
     next request for the id, which is not used. Each record is a request for one block; an id whose
     size changes keeps its first. TraceError if the file ends within a record.
     """
-    data = path.read_bytes()
-    if data.startswith(_ZSTANDARD):
-        data = _decompressed(data, path)
+    check_whole("unpacked_bytes_max", unpacked_bytes_max, 0)
+    with Path(path).open("rb") as file:
+        start = file.read(len(_ZSTANDARD))
+        file.seek(0)
+        data = _unpacked(file, unpacked_bytes_max) if start == _ZSTANDARD else file.read()
     if len(data) % ORACLE_RECORD.itemsize:
         raise TraceError(
             f"{path}: expected records of {ORACLE_RECORD.itemsize} bytes, found {len(data)} bytes"
@@ -88,14 +100,22 @@ def read_oracle_general(path: Path) -> RequestTrace:
     )
 
 
-def _decompressed(data: bytes, path: Path) -> bytes:
+def _unpacked(file: BinaryIO, most: int) -> bytearray:
+    """What one frame of Zstandard holds, the whole of the file."""
     stream = zstandard.ZstdDecompressor().decompressobj()
-    try:
-        content = stream.decompress(data)
-    except zstandard.ZstdError as error:
-        raise TraceError(f"{path}: expected Zstandard data, found {error}") from error
-    if not stream.eof or stream.unused_data:
-        raise TraceError(f"{path}: expected whole Zstandard data, found less or more")
+    content = bytearray()
+    while not stream.eof and (packed := file.read(_AT_ONCE)):
+        try:
+            content += stream.decompress(packed)
+        except zstandard.ZstdError as error:
+            raise TraceError(f"{file.name}: expected Zstandard data, found {error}") from error
+        if len(content) > most:
+            raise TraceError(
+                f"{file.name}: expected to unpack to at most {most} bytes, found more: unpack it "
+                "first, or pass more as unpacked_bytes_max"
+            )
+    if not stream.eof or stream.unused_data or file.read(1):
+        raise TraceError(f"{file.name}: expected whole Zstandard data, found less or more")
     return content
 
 
@@ -103,7 +123,8 @@ def read_requests(path: str | Path) -> RequestTrace:
     """A request trace in whichever of the known formats the file has.
 
     Mooncake's files end in ``.jsonl``, libCacheSim's in ``.bin``, ``.oracleGeneral`` or those and
-    ``.zst``; any other is one of tierstore. TraceError if it cannot be read.
+    ``.zst``, up to `UNPACKED_BYTES_MAX` unpacked; any other is one of tierstore. TraceError if it
+    cannot be read.
     """
     path = Path(path)
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tierstore.errors import TraceError
-from tierstore.traces.attention import AttentionTrace, Halves
+from tierstore.traces.attention import AttentionTrace, Halves, units_of_rows
 
 if TYPE_CHECKING:
     from tierstore.interfaces import BlockScores, Ids, Selection
@@ -40,17 +40,20 @@ class AttentionRecorder:
     def listen(self, layer: int, blocks: Ids, selection: Selection) -> None:
         """A layer selected from its rows' so many blocks [R].
 
-        TraceError if its index scores only what it selects.
+        TraceError if its index scores only what it selects, or NaN.
         """
         if selection.everything is None:
             raise TraceError(
                 "the index says nothing of blocks that it does not select: expected one that "
                 "scores all blocks, for example preset 'exact'"
             )
+        counts = np.diff(selection.row_ptr).astype(np.int32)
+        scores, unit_of = _trimmed(selection.everything, blocks)
+        if np.isnan(scores).any():
+            raise TraceError("the index scored a block NaN: expected logs of attention masses")
         if layer == 0:
             self._steps.append([])
-        counts = np.diff(selection.row_ptr).astype(np.int32)
-        scores, self._unit_of[layer] = _trimmed(selection.everything, blocks)
+        self._unit_of[layer] = unit_of
         part = _Part(blocks.copy(), scores, counts, selection.ids.copy())
         self._steps[-1].append(part)
 
@@ -98,7 +101,7 @@ def _trimmed(everything: BlockScores, blocks: Ids) -> tuple[Halves, Ids]:
     unit_of = everything.unit_of[:, :width].copy()
     unit_of[np.arange(width) >= _longest(blocks, len(unit_of))[:, None]] = -1
     units = int(unit_of.max(initial=-1)) + 1
-    has_unit = np.arange(units) <= unit_of.max(axis=1, initial=-1)[:, None]
+    has_unit = np.arange(units) < units_of_rows(unit_of, blocks)[:, None]
     scores = np.where(has_unit, everything.unit_scores[:, :units], -np.inf)
     with np.errstate(over="ignore"):
         return scores.astype(np.float16), unit_of

@@ -19,6 +19,9 @@ Integers = npt.NDArray[np.int64]
 
 KIND = "requests"
 
+MOST_BYTES = 1 << 62
+"""Bytes of all uses together: sums of sizes that a policy or a replay makes stay below 2**63."""
+
 
 @dataclass(frozen=True, eq=False)
 class RequestTrace:
@@ -28,7 +31,8 @@ class RequestTrace:
     ----------
     request_ptr: int64 [requests + 1]; request r used ``blocks[request_ptr[r]:request_ptr[r + 1]]``.
     blocks: uint64 [n] prefix hashes, root first; equal hashes are the same block.
-    sizes: int64 [n] > 0, bytes of each block of `blocks`; None where all are equal.
+    sizes: int64 [n] > 0, bytes of each block of `blocks`, together at most 2**62; None where all
+        are equal.
     timestamps: int64 [requests], milliseconds since some start; None if unknown.
     categories: int64 [requests], the kind or session of each request; None if unknown.
     costs: float64 [n] > 0, what bringing back each block of `blocks` costs, for instance computing
@@ -62,6 +66,9 @@ class RequestTrace:
         if self.sizes is not None:
             if self.sizes.min(initial=1) < 1:
                 raise TraceError(f"sizes: expected bytes above 0, found {self.sizes.min()}")
+            # As floats, whose sum does not wrap round.
+            if self.sizes.sum(dtype=np.float64) > MOST_BYTES:
+                raise TraceError(f"sizes: expected at most {MOST_BYTES} bytes in all, found more")
             self._check_equal_for_each_block("size", self.sizes)
         if self.costs is not None:
             wrong = self.costs[~(np.isfinite(self.costs) & (self.costs > 0))]
@@ -110,11 +117,11 @@ class RequestTrace:
 
     @classmethod
     def of_blocks(cls, blocks: npt.ArrayLike, **facts: object) -> Self:
-        """A trace in which each request uses one block."""
-        hashes = np.asarray(blocks, np.uint64)
-        return cls(np.arange(len(hashes) + 1), hashes, facts=facts)
+        """A trace in which each request uses one block; TraceError if hashes are no uint64 [n]."""
+        hashes = _as_hashes(blocks)
+        return cls(np.arange(hashes.size + 1), hashes, facts=facts)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the trace to a file; OSError of the file system passes through."""
         arrays = {"request_ptr": self.request_ptr, "blocks": self.blocks}
         given = {name: getattr(self, name) for name in _OPTIONAL}
@@ -122,7 +129,7 @@ class RequestTrace:
         write_trace(path, KIND, self.facts, arrays)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote; TraceError for any other file."""
         facts, arrays = read_trace(path, KIND)
         known = {"request_ptr", "blocks", *_OPTIONAL}
@@ -142,8 +149,22 @@ _OPTIONAL: dict[str, tuple[npt.DTypeLike, str]] = {
 }
 
 
+def _as_hashes(blocks: npt.ArrayLike) -> Hashes:
+    try:
+        given = np.asarray(blocks)
+        with np.errstate(invalid="ignore"):
+            hashes: Hashes = np.asarray(blocks, np.uint64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"blocks: expected hashes from 0 to 2**64 - 1, found {error}") from error
+    if given.dtype.kind not in "iuf" or not (given == hashes).all():
+        raise TraceError(f"blocks: expected hashes from 0 to 2**64 - 1, found {given!r:.60}")
+    return hashes
+
+
 def _check(name: str, array: npt.NDArray[Any], dtype: npt.DTypeLike, length: int | None) -> None:
     wanted = np.dtype(dtype)
+    if not isinstance(array, np.ndarray):
+        raise TraceError(f"{name}: expected {wanted} [n], found {type(array).__name__}")
     if array.dtype != wanted or array.ndim != 1 or length not in (None, len(array)):
         raise TraceError(
             f"{name}: expected {wanted} [{'n' if length is None else length}], found "
