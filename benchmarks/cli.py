@@ -7,8 +7,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.adapters.cli.json_file import check_target, write_json
+from tierstore.adapters.cli.json_file import write_json
 from tierstore.errors import ConfigError
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     options = _checked_options(arguments)
     if arguments.json is not None:
-        check_target(arguments.json)
+        check_target(arguments.json, "json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     measure: Callable[..., Findings] = _module_run(arguments.name)

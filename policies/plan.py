@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -12,6 +11,7 @@ import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.policies.windows import WINDOWS
+from tierstore.whole_file import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,15 +89,10 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all. OSError passes through."""
-        target = Path(path).resolve()
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
+        with replacing(path) as unfinished:
             unfinished.write_text(
                 json.dumps(self.to_dict(), allow_nan=False) + "\n", encoding="utf-8"
             )
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.adapters.documents import read_document
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
 from tierstore.sizes import parse_budget, parse_size
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -143,7 +143,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
     _check_tiers(options)
     if options.json is not None:
-        check_target(options.json)
+        check_target(options.json, "json")
 
 
 def _check_tiers(options: argparse.Namespace) -> None:

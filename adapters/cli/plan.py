@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.errors import ConfigError
 from tierstore.sizes import parse_budget
+from tierstore.whole_file import check_target, unwritable
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +67,10 @@ def _make(options: argparse.Namespace) -> None:
     plan = plan_of(
         traces, window=options.window, budget=budget, per_head_budgets=options.per_head_budgets
     )
-    plan.save(options.plan)
+    try:
+        plan.save(options.plan)
+    except OSError as error:
+        raise unwritable(options.plan, "plan", error) from error
     print(f"{options.plan}: {len(plan.windows)} layers, windows of {plan.window:.2f} budgets")
 
 

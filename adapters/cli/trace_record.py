@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.adapters.documents import read_document
 from tierstore.errors import ConfigError
 from tierstore.sizes import parse_budget
+from tierstore.whole_file import check_target, replacing, unwritable
 
 if TYPE_CHECKING:
     import argparse
@@ -75,6 +75,10 @@ def run(options: argparse.Namespace) -> None:
     from tierstore.adapters.cli.recording import record
 
     trace = record(options, document)
-    trace.save(Path(options.trace))
+    try:
+        with replacing(options.trace) as unfinished:
+            trace.save(unfinished)
+    except OSError as error:
+        raise unwritable(options.trace, "trace", error) from error
     size = Path(options.trace).stat().st_size
     print(f"{options.trace}: {trace.steps} steps of {trace.segments} segments, {size:,} bytes")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.adapters.cli import attention_replay
-from tierstore.adapters.cli.json_file import check_target, write_json
+from tierstore.adapters.cli.json_file import write_json
 from tierstore.adapters.cli.pictures import new_figure, save_figure
 from tierstore.errors import ConfigError
 from tierstore.policies.replay import POLICIES, Replay, footprint, replay
@@ -18,6 +18,7 @@ from tierstore.sizes import format_size, parse_budget
 from tierstore.traces.attention import KIND, AttentionTrace
 from tierstore.traces.file import kind_of
 from tierstore.traces.readers import read_requests
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     check = attention_replay.checked_names if is_attention else _policies
     names = check(options.policies)
     if options.json is not None:
-        check_target(options.json)
+        check_target(options.json, "json")
     figure = None if options.plot is None else new_figure(8, 5)
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:

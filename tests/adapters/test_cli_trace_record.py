@@ -104,3 +104,11 @@ def test_a_trace_that_cannot_be_written_is_refused_first(
         arguments = ["trace", "record", target, "--document", "text.txt", *SHORT]
         assert main(arguments) == 2
         assert f"trace={target!r}: " in capsys.readouterr().err
+
+
+def test_a_trace_may_have_the_longest_name_of_all(tiny: Path) -> None:
+    """What is written first has a name, too, which must not be longer: all work would be lost."""
+    name = "n" * 255
+    assert main(["trace", "record", name, "--document", "text.txt", *SHORT]) == 0
+    assert AttentionTrace.load(tiny / name).steps == 40
+    assert sorted(path.name for path in tiny.iterdir()) == [name, "text.txt"]
