@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def replacing(target: str | Path) -> Iterator[Path]:
     """A new hidden file beside `target` to write, which then takes its place, or that of its link.
 
-    Its name is short, so that every name that a file can have will do. OSError passes through; then,
-    as after any other exception, what was there before is there still, and nothing beside it.
+    Its name is short, so that every name that a file can have will do. After an exception, OSError
+    among them, what was there before is there still, and nothing beside it.
     """
     path = Path(os.path.realpath(target))
     unfinished = path.with_name(f".{secrets.token_hex(8)}")

@@ -42,7 +42,7 @@ def draw(plan: Plan, path: str) -> None:
     pictures: dict[str, Amounts] = {"window, mean budgets": plan.windows}
     if plan.budgets is not None:
         pictures["budget, mean budgets"] = plan.budgets
-    figure = new_figure(8, 2.2 * len(pictures))
+    figure = new_figure(8, 2.2 * len(pictures), path)
     axes = figure.subplots(len(pictures), squeeze=False)[:, 0]
     for axis, (name, values) in zip(axes, pictures.items(), strict=True):
         image = axis.imshow(values.T, aspect="auto", interpolation="nearest")

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     names = check(options.policies)
     if options.json is not None:
         check_target(options.json, "json")
-    figure = None if options.plot is None else new_figure(8, 5)
+    figure = None if options.plot is None else new_figure(8, 5, options.plot)
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -72,7 +72,8 @@ def _replay_attention(
     trace = AttentionTrace.load(Path(options.trace))
     if options.budget is not None:
         trace = trace.with_budget(parse_budget(options.budget))
-    capacity = options.capacity or attention_replay.DEFAULT_CAPACITY
+    default = attention_replay.DEFAULT_CAPACITY
+    capacity = default if options.capacity is None else options.capacity
     rows = attention_replay.rows_of(trace, names, capacity)
     attention_replay.show(trace, rows, console)
     if figure is not None:
@@ -90,8 +91,8 @@ def _replay_requests(
     trace = read_requests(options.trace)
     if not len(trace.blocks):
         raise ConfigError(f"{options.trace}: expected requests for blocks, found none")
-    texts = (options.capacity or _DEFAULT_CAPACITY).split(",")
-    capacities = [_capacity(text, trace) for text in texts]
+    capacity = _DEFAULT_CAPACITY if options.capacity is None else options.capacity
+    capacities = [_capacity(text, trace) for text in capacity.split(",")]
     rows = [row for capacity in capacities for row in _rows(trace, names, capacity)]
     _print(trace, rows, console)
     if figure is not None:

@@ -88,6 +88,7 @@ def test_another_budget_takes_other_windows(path: str, tmp_path: Path) -> None:
     [
         (["--policies", "sieve"], "policies='sieve': expected all, or of random, lru"),
         (["--capacity", "x0.9"], "capacity='x0.9': expected budgets such as x2"),
+        (["--capacity", ""], "capacity=''"),
         (["--capacity", "9"], "at least the 10 that a step selects"),
         (["--capacity", "xnan"], "capacity='xnan'"),
         (["--capacity", "xinf"], "capacity='xinf'"),
