@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.adapters.cli.json_file import write_json
 from tierstore.errors import ConfigError
+from tierstore.sizes import check_count
 from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _checked_options(arguments: argparse.Namespace) -> dict[str, object]:
         if name not in BENCHMARKS[arguments.name].options:
             able = ", ".join(key for key, each in BENCHMARKS.items() if name in each.options)
             raise ConfigError(f"--{name}: means nothing to {arguments.name}, only to {able}")
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{name}={value}: expected at least 1")
+        if isinstance(value, int):
+            check_count(name, value)
     return given
 
 

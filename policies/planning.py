@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from tierstore.policies.lru import LRU
 from tierstore.policies.plan import Plan
 from tierstore.policies.profile import ReuseProfile
 from tierstore.policies.windows import BUDGETS, WINDOWS, allocate_budgets, allocate_windows
+from tierstore.sizes import check_window
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def plan_of(
     ConfigError for a window of less, and where traces do not say what is needed or are of different
     models.
     """
-    if not 1 <= window < math.inf:
-        raise ConfigError(f"window={window}: expected at least 1 budget, for example 2")
+    check_window(window)
     shape, others = _shape(traces)
     shares: Amounts = np.ones(shape[0] * shape[1])
     if per_head_budgets:

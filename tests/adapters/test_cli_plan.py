@@ -65,6 +65,8 @@ def test_a_plan_is_made_and_shown(
         (["make", "{}/plan.json", "--trace", "{}/none"], "no such file"),
         (["make", "{}/no/plan.json", "--trace", "TRACE"], "cannot be written"),
         (["make", "{}/plan.json", "--trace", "TRACE", "--window", "0.3"], "at least 1 budget"),
+        (["make", "{}/plan.json", "--trace", "TRACE", "--window", "1e300"], "at most 1e+09"),
+        (["make", "{}/plan.json", "--trace", "TRACE", "--budget", "9" * 400], "budget='99"),
         (["make", "{}/plan.json", "--trace", "TRACE", "--budget", "x"], "budget='x'"),
         (["show", "{}/none.json"], "No such file"),
     ],
@@ -88,7 +90,13 @@ def test_what_cannot_be_is_one_line_of_error(
     [
         ("--hysteresis", "much", "hysteresis='much'"),
         ("--plan", "none.json", "No such file"),
-        ("--recalibrate", "0", "expected at least 1 step"),
+        ("--recalibrate", "0", "expected at least 1 and"),
+        ("--recalibrate", "9" * 23, "expected at least 1 and at most 2,147,483,647"),
+        ("--recalibrate", "5", "no fast tier to share out; pass --fast and another"),
+        ("--window", "inf", "window=inf: expected at least 1 budget and at most 1e+09"),
+        ("--window", "1e300", "window=1e+300: expected"),
+        ("--budget", "9" * 400, "<= 2147483647, for example 0.0625"),
+        ("--max-new-tokens", "9" * 23, "max_new_tokens=99"),
     ],
 )
 def test_generate_refuses_at_once_what_no_model_could_do(
@@ -98,6 +106,32 @@ def test_generate_refuses_at_once_what_no_model_could_do(
     document.write_text("Some text.")
     asked = ["generate", "--document", str(document), "--question", "", "--fast", "1MiB"]
     assert main([*asked, option, value, "--model", "none"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--dram", "1MiB", "--window", "2"], "--window: there is no fast tier"),
+        (["--dram", "1MiB", "--recalibrate", "5"], "no fast tier to share out"),
+        (["--dram", "1MiB", "--plan", "a.plan"], "no fast tier to share out"),
+        (["--fast", "1MiB", "--plan", "a.plan"], "pass --fast and another tier"),
+        (["--fast", "1MiB", "--dram", "1MiB", "--recalibrate", "5"], "model='none'"),
+    ],
+)
+def test_a_window_needs_a_fast_tier_and_sharing_it_another(
+    options: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Recalibration needs no plan: it then learns from what the run itself selects."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Some text.")
+    Plan(np.full((2, 2), 2.0), 4, 16).save("a.plan")
+    asked = ["generate", "--document", "text.txt", "--question", "", "--model", "none"]
+    assert main([*asked, *options]) == 2
     assert reason in capsys.readouterr().err
 
 
