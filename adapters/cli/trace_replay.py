@@ -12,10 +12,11 @@ from rich.table import Table
 from tierstore.adapters.cli import attention_replay
 from tierstore.adapters.cli.json_file import write_json
 from tierstore.adapters.cli.pictures import new_figure, save_figure
+from tierstore.adapters.cli.trace_file import read_attention
 from tierstore.errors import ConfigError
 from tierstore.policies.replay import POLICIES, Replay, footprint, replay
 from tierstore.sizes import format_size, parse_budget
-from tierstore.traces.attention import KIND, AttentionTrace
+from tierstore.traces.attention import KIND
 from tierstore.traces.file import kind_of
 from tierstore.traces.readers import read_requests
 from tierstore.whole_file import check_target
@@ -50,8 +51,7 @@ class Row:
 
 def run(options: argparse.Namespace) -> None:
     """Check the arguments; then replay and report."""
-    path = Path(options.trace)
-    is_attention = path.is_file() and kind_of(path) == KIND
+    is_attention = _kind(Path(options.trace)) == KIND
     check = attention_replay.checked_names if is_attention else _policies
     names = check(options.policies)
     if options.json is not None:
@@ -66,10 +66,18 @@ def run(options: argparse.Namespace) -> None:
         write_json(options.json, content)
 
 
+def _kind(path: Path) -> str | None:
+    """What kind of trace is there; None for files of others, and what cannot be read."""
+    try:
+        return kind_of(path) if path.is_file() else None
+    except OSError:
+        return None
+
+
 def _replay_attention(
     options: argparse.Namespace, names: list[str], console: Console, figure: Figure | None
 ) -> dict[str, object]:
-    trace = AttentionTrace.load(Path(options.trace))
+    trace = read_attention(options.trace)
     if options.budget is not None:
         trace = trace.with_budget(parse_budget(options.budget))
     default = attention_replay.DEFAULT_CAPACITY

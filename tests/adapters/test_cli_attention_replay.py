@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +17,6 @@ from tierstore.policies import LRU, Clairvoyant
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tierstore.traces.attention import AttentionTrace
 
 FIRST_STEP = 16
@@ -116,3 +115,14 @@ def test_a_plot_is_written(path: str, tmp_path: Path) -> None:
     options = ["--policies", "lru", "--plot", str(target)]
     assert main(["trace", "replay", path, *options]) == 0
     assert "<svg" in target.read_text()
+
+
+@pytest.mark.parametrize("value", [10**400, -1, True, "8", float("nan")])
+def test_a_wrong_fact_is_refused_with_the_name_of_the_file(
+    value: object, trace: AttentionTrace, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(trace, facts={**trace.facts, "head_dim": value}).save(Path(path))
+    assert main(["trace", "replay", path, "--policies", "lru"]) == 2
+    output = capsys.readouterr()
+    assert f"{path}: fact head_dim: expected a whole number from 1 to" in output.err
+    assert output.out == ""

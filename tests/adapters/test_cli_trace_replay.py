@@ -94,6 +94,8 @@ def test_other_files_and_empty_traces_are_refused(
 ) -> None:
     assert main(["trace", "replay", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    assert main(["trace", "replay", str(tmp_path / ("n" * 300))]) == 2
+    assert "cannot be read" in capsys.readouterr().err
     RequestTrace.of_blocks([]).save(tmp_path / "empty")
     assert main(["trace", "replay", str(tmp_path / "empty")]) == 2
     assert "expected requests for blocks, found none" in capsys.readouterr().err
