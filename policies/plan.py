@@ -118,9 +118,8 @@ class Plan:
             raise _bad(
                 path, f"version {content.get('version')!r}: this tierstore reads version {VERSION}"
             )
-        query_heads, head_dim, facts = (
-            content.get(name) for name in ("query_heads", "head_dim", "facts")
-        )
+        model: list[Any] = [content.get(name) for name in ("query_heads", "head_dim", "facts")]
+        query_heads, head_dim, facts = model
         fault = _fault_of_model(query_heads, head_dim, facts)
         if fault:
             raise _bad(path, fault)

@@ -187,6 +187,17 @@ def test_a_name_that_looks_like_markup_is_shown_as_it_is(
     assert "[/bold]x" in capsys.readouterr().out
 
 
+def test_a_name_that_cannot_be_printed_or_steers_a_terminal_is_shown_without_harm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.plan")
+    Plan(np.ones((2, 2)), 4, 64, facts={"model": "\ud800x\x1b[31m"}).save(path)
+    assert main(["plan", "show", path]) == 0
+    shown = capsys.readouterr().out
+    assert "plan for \ufffdx\ufffd[31m: windows" in shown
+    shown.encode()
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
