@@ -88,6 +88,7 @@ def test_another_budget_takes_other_windows(path: str, tmp_path: Path) -> None:
         (["--policies", "sieve"], "policies='sieve': expected all, or of random, lru"),
         (["--capacity", "x0.9"], "capacity='x0.9': expected budgets such as x2"),
         (["--capacity", ""], "capacity=''"),
+        (["--capacity", "9" * 23], "capacity='999"),
         (["--capacity", "9"], "at least the 10 that a step selects"),
         (["--capacity", "xnan"], "capacity='xnan'"),
         (["--capacity", "xinf"], "capacity='xinf'"),
@@ -126,3 +127,11 @@ def test_a_wrong_fact_is_refused_with_the_name_of_the_file(
     output = capsys.readouterr()
     assert f"{path}: fact head_dim: expected a whole number from 1 to" in output.err
     assert output.out == ""
+
+
+def test_a_name_that_no_encoding_has_is_shown_without_harm(
+    trace: AttentionTrace, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(trace, facts={**trace.facts, "document": "\ud800\x1b[31m"}).save(Path(path))
+    assert main(["trace", "replay", path, "--policies", "lru"]) == 0
+    assert "blocks: \ufffd\ufffd[31m" in capsys.readouterr().out
