@@ -7,8 +7,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.adapters.cli.json_file import check_target, write_json
+from tierstore.adapters.cli.json_file import write_json
+from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
+from tierstore.sizes import MOST
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -104,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     options = _checked_options(arguments)
     if arguments.json is not None:
-        check_target(arguments.json)
+        check_target(arguments.json, "json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     measure: Callable[..., Findings] = _module_run(arguments.name)
@@ -122,8 +125,8 @@ def _checked_options(arguments: argparse.Namespace) -> dict[str, object]:
         if name not in BENCHMARKS[arguments.name].options:
             able = ", ".join(key for key, each in BENCHMARKS.items() if name in each.options)
             raise ConfigError(f"--{name}: means nothing to {arguments.name}, only to {able}")
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{name}={value}: expected at least 1")
+        if isinstance(value, int):
+            check_whole(name, value, 1, MOST)
     return given
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tierstore.adapters.cli.trace_file import read_attention
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.policy_cost import COSTS, cost_ratios, costs
+from tierstore.benchmarks.recorded import traces_in
 from tierstore.benchmarks.rounds import Measure, Ratio
 from tierstore.errors import ConfigError
 from tierstore.policies.attention import ATTENTION_POLICIES, Place
 from tierstore.policies.comparison import BASELINE, CEILING, FIRST_STEP, compare, gap_closed
-from tierstore.traces.attention import AttentionTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from tierstore.benchmarks.rounds import Say
+    from tierstore.traces.attention import AttentionTrace
 
 BUDGETS = (1 / 64, 1 / 32, 1 / 16)
 WINDOWS = (1.5, 2.0, 3.0)
@@ -55,12 +57,7 @@ def run(say: Say, *, traces: str | None = None, repeat: int = 7) -> Findings:
     """Replay every attention trace in a directory, then measure what a choice costs."""
     if traces is None:
         raise ConfigError("traces=None: expected a directory of attention traces; pass --traces")
-    paths = sorted(Path(traces).glob("*.trace"))
-    if not paths:
-        raise ConfigError(
-            f"traces={traces!r}: no *.trace in that directory; make some with tierstore trace "
-            "record"
-        )
+    paths = traces_in(traces, "*.trace")
     hits, facts = hit_ratios(say, paths)
     speed = costs(say, repeat)
     gaps = {case: gap for case, values in hits.items() if (gap := _gaps(values)) is not None}
@@ -85,7 +82,7 @@ def hit_ratios(
     hits: dict[Case, dict[str, list[float]]] = {}
     facts: list[dict[str, object]] = []
     for path in paths:
-        whole = AttentionTrace.load(path)
+        whole = read_attention(path, steps=FIRST_STEP + 1)
         facts.append(dict(whole.facts))
         scores = str(whole.facts.get("preset", "unknown"))
         for budget in BUDGETS:

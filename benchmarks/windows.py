@@ -6,22 +6,24 @@ and one from its own first steps; all are replayed over its later steps, at equa
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tierstore.adapters.cli.trace_file import read_attention
 from tierstore.adapters.models import DEMO_MODEL, load_model
 from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.language import real_text
 from tierstore.benchmarks.machine import Machine
+from tierstore.benchmarks.recorded import traces_in
 from tierstore.benchmarks.rounds import Measure, Ratio, Say
 from tierstore.errors import ConfigError
 from tierstore.policies import Lookahead
 from tierstore.policies.knapsack import exact, greedy
-from tierstore.policies.planning import missed_mass, reuse_misses
+from tierstore.policies.planning import missed_mass, model_shape, reuse_misses
+from tierstore.policies.run_facts import MODEL
 from tierstore.policies.windows import BUDGETS, allocate_budgets, allocate_windows
 from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.attention_replay import replay
@@ -55,7 +57,7 @@ def run(
     say: Say, *, tokens: int = 4_096, budget: str = "3.125%", traces: str | None = None
 ) -> Findings:
     """Measure on ``exact-*.trace`` in the folder `traces`, or on SmolLM2-135M-Instruct."""
-    loaded = _record(say, tokens) if traces is None else _load(Path(traces))
+    loaded = _record(say, tokens) if traces is None else _load(traces)
     return measure(say, loaded, budget=budget)
 
 
@@ -65,6 +67,8 @@ def measure(
     """Measure on at least two traces of one model."""
     machine = Machine.here()
     curves = _Curves(traces, budget)
+    missed = curves.missed()
+    _check_losses("all windows", missed["uniform"])
     measures = {}
     for size in sizes:
         fetched: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
@@ -72,14 +76,16 @@ def measure(
             for name, blocks in curves.fetched(number, size).items():
                 fetched[name].append(blocks)
             latest = {name: values[-1] for name, values in fetched.items()}
+            _check_losses(f"x{size:g}", [latest["uniform"]])
             say(f"{trace.facts.get('document')}, x{size:g}: " + _shares(latest))
         measures[f"fetched at x{size:g}"] = Measure("blocks in a step, by document", fetched)
         losses = {
             solve.__name__: [curves.loss(number, size, solve) for number in range(len(traces))]
             for solve in (greedy, exact)
         }
+        _check_losses(f"x{size:g}", losses["exact"])
         measures[f"expected at x{size:g}"] = Measure("blocks missed, by document", losses)
-    measures["missed mass"] = Measure("of all attention, by document", curves.missed())
+    measures["missed mass"] = Measure("of all attention, by document", missed)
     return Findings(
         benchmark="windows",
         machine=machine,
@@ -189,14 +195,13 @@ def _fetched(trace: AttentionTrace, budget: str, windows: Amounts, shares: Amoun
     return float(result.fetched[FIRST:].sum() / (trace.steps - FIRST))
 
 
-def _load(folder: Path) -> list[AttentionTrace]:
-    paths = sorted(folder.glob("exact-*.trace"))
-    if len(paths) < 2:
-        raise ConfigError(
-            f"traces={str(folder)!r}: {len(paths)} files exact-*.trace: expected at least two "
-            "documents; tierstore trace record writes them"
-        )
-    return [AttentionTrace.load(path) for path in paths]
+def _load(folder: str) -> list[AttentionTrace]:
+    traces = [
+        read_attention(path, needed=(*MODEL, "selectable"), steps=FIRST + 1)
+        for path in traces_in(folder, "exact-*.trace", least=2)
+    ]
+    model_shape(traces)
+    return traces
 
 
 def _record(say: Say, tokens: int) -> list[AttentionTrace]:
@@ -248,6 +253,15 @@ def _totals(measures: Mapping[str, Measure]) -> list[str]:
             totals = {key: sum(values) for key, values in measure.values.items()}
             notes.append(f"All documents together, {name}, of uniform: {_shares(totals)}.")
     return notes
+
+
+def _check_losses(window: str, losses: Sequence[float]) -> None:
+    """ConfigError where a document loses nothing, so that there is nothing to save."""
+    if not all(losses):
+        raise ConfigError(
+            f"windows of {window}: hold all that a document uses, so that plans have nothing to "
+            "save; pass traces of longer contexts"
+        )
 
 
 def _shares(fetched: Mapping[str, float]) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.policies.windows import WINDOWS
+from tierstore.sizes import MOST
+from tierstore.whole_file import replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tierstore.policies.profile import Amounts
 
 FORMAT = "tierstore-plan"
@@ -40,6 +41,8 @@ class Plan:
         with what it sees.
     query_heads, head_dim: of the model, to tell it from another.
     facts: how the plan came about, as far as JSON can hold it.
+
+    ConfigError for anything else.
     """
 
     windows: Amounts
@@ -50,7 +53,11 @@ class Plan:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fault = _fault(self.windows, self.budgets, self.misses)
+        fault = (
+            _fault_of_model(self.query_heads, self.head_dim, self.facts)
+            or _fault_of_types(self.windows, self.budgets, self.misses)
+            or _fault(self.windows, self.budgets, self.misses)
+        )
         if fault:
             raise ConfigError(f"plan: {fault}")
 
@@ -89,21 +96,16 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all. OSError passes through."""
-        target = Path(path).resolve()
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
+        with replacing(path) as unfinished:
             unfinished.write_text(
                 json.dumps(self.to_dict(), allow_nan=False) + "\n", encoding="utf-8"
             )
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a plan. ConfigError if the file cannot be read or is not one."""
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = json.loads(Path(path).read_bytes(), parse_constant=_refuse)
         except OSError as error:
             raise ConfigError(
                 f"plan={str(path)!r}: {error.strerror}; pass a file that tierstore plan make wrote"
@@ -112,15 +114,15 @@ class Plan:
             raise _bad(path, f"no JSON ({error})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _bad(path, "JSON of another kind")
-        if content.get("version") != VERSION:
+        if type(content.get("version")) is not int or content["version"] != VERSION:
             raise _bad(
                 path, f"version {content.get('version')!r}: this tierstore reads version {VERSION}"
             )
-        for name in ("query_heads", "head_dim"):
-            if type(content.get(name)) is not int or content[name] < 1:
-                raise _bad(path, f"{name}={content.get(name)!r}")
-        if not isinstance(content.get("facts"), dict):
-            raise _bad(path, f"facts={content.get('facts')!r}")
+        model: list[Any] = [content.get(name) for name in ("query_heads", "head_dim", "facts")]
+        query_heads, head_dim, facts = model
+        fault = _fault_of_model(query_heads, head_dim, facts)
+        if fault:
+            raise _bad(path, fault)
         try:
             windows = _table(content.get("windows"))
             budgets, misses = (
@@ -132,9 +134,29 @@ class Plan:
         fault = _fault(windows, budgets, misses)
         if fault:
             raise _bad(path, fault)
-        return cls(
-            windows, content["query_heads"], content["head_dim"], budgets, misses, content["facts"]
-        )
+        return cls(windows, query_heads, head_dim, budgets, misses, facts)
+
+
+def _fault_of_model(query_heads: object, head_dim: object, facts: object) -> str:
+    """What is wrong with a plan besides its tables; empty if nothing."""
+    for name, value in (("query_heads", query_heads), ("head_dim", head_dim)):
+        if type(value) is not int or not 1 <= value <= MOST:
+            return f"{name}={reprlib.repr(value)}: expected a whole number from 1 to {MOST}"
+    if not isinstance(facts, Mapping):
+        return f"facts={reprlib.repr(facts)}: expected them by name"
+    try:
+        json.dumps(dict(facts), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"facts that JSON cannot hold ({error})"
+    return ""
+
+
+def _fault_of_types(*tables: object) -> str:
+    for table in tables:
+        is_numbers = isinstance(table, np.ndarray) and table.dtype.kind in "iuf"
+        if table is not None and not is_numbers:
+            return f"a table {reprlib.repr(table)}: expected an array of numbers"
+    return ""
 
 
 def _fault(windows: Amounts, budgets: Amounts | None, misses: Amounts | None) -> str:
@@ -168,6 +190,11 @@ def _table(content: object) -> Amounts:
     if any(type(cell) not in (int, float) or not abs(cell) <= _LARGEST for cell in cells):
         raise ValueError
     return np.array(content, np.float64)
+
+
+def _refuse(constant: str) -> NoReturn:
+    """NaN and infinities, which Python's JSON has and no other."""
+    raise ValueError(f"{constant} is no number")
 
 
 def _bad(path: str | Path, found: str) -> ConfigError:

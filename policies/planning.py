@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from tierstore.errors import ConfigError
 from tierstore.policies.lru import LRU
 from tierstore.policies.plan import Plan
 from tierstore.policies.profile import ReuseProfile
+from tierstore.policies.run_facts import MODEL, check_facts, check_scores
 from tierstore.policies.windows import BUDGETS, WINDOWS, allocate_budgets, allocate_windows
+from tierstore.sizes import check_window
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
@@ -37,12 +39,15 @@ def plan_of(
     budget: share of the context (float), or tokens.
     per_head_budgets: share the budget out, too, by the attention mass that heads miss.
 
-    ConfigError for a window of less, and where traces do not say what is needed or are of different
-    models.
+    ConfigError for a window of less and for traces of different models; TraceError where a trace
+    has no steps or does not say what is needed.
     """
-    if not 1 <= window < math.inf:
-        raise ConfigError(f"window={window}: expected at least 1 budget, for example 2")
-    shape, others = _shape(traces)
+    check_window(window)
+    for trace in traces:
+        source = f"trace of {reprlib.repr(trace.facts.get('document'))}"
+        check_facts(trace, source, (*MODEL, "selectable") if per_head_budgets else MODEL)
+        check_scores(trace, source)
+    shape, others = model_shape(traces)
     shares: Amounts = np.ones(shape[0] * shape[1])
     if per_head_budgets:
         shares = allocate_budgets(np.sum([missed_mass(trace, budget) for trace in traces], axis=0))
@@ -88,14 +93,9 @@ def reuse_misses(
 def missed_mass(trace: AttentionTrace, budget: float | str) -> Amounts:
     """Attention mass that each segment misses with the budgets `BUDGETS`, [segments, .].
 
-    ConfigError where the trace does not say how much attention its heads give to blocks.
+    Requires the fact ``selectable``, how much attention its heads give to blocks.
     """
-    share = trace.facts.get("selectable")
-    if share is None or np.shape(share) != (trace.segments,):
-        raise ConfigError(
-            f"trace of {trace.facts.get('document')!r}: says nothing of its heads' selectable "
-            "attention; record it again with tierstore trace record"
-        )
+    share = trace.facts["selectable"]
     sizes = np.maximum(np.rint(BUDGETS * trace.budget_blocks(budget)), 1).astype(np.int64)
     table = np.broadcast_to(trace.unit_of, (trace.segments, trace.unit_of.shape[1]))
     missed = np.zeros((trace.segments, len(sizes)))
@@ -109,19 +109,19 @@ def missed_mass(trace: AttentionTrace, budget: float | str) -> Amounts:
     return missed / trace.steps * np.asarray(share, np.float64)[:, None]
 
 
-def _shape(traces: Sequence[AttentionTrace]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Layers and KV heads, query heads and head dimension."""
-    names = ("layers", "kv_heads", "query_heads", "head_dim")
-    shapes = {tuple(trace.facts.get(name) for name in names) for trace in traces}
+def model_shape(traces: Sequence[AttentionTrace]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Layers and KV heads, query heads and head dimension, of traces with these facts.
+
+    ConfigError for traces of different models, or of several sequences at once.
+    """
+    shapes: set[tuple[int, ...]] = {tuple(trace.facts[name] for name in MODEL) for trace in traces}
     if len(shapes) != 1:
         raise ConfigError(f"traces of {len(shapes)} kinds of models: expected traces of one")
-    sizes: list[Any] = list(shapes.pop())
-    is_whole = all(isinstance(size, int) and size >= 1 for size in sizes)
-    if not is_whole or any(trace.segments != sizes[0] * sizes[1] for trace in traces):
-        found = dict(zip(names, sizes, strict=True))
-        raise ConfigError(
-            f"trace of {traces[0].segments} segments of a model with {found}: expected one of a "
-            "single sequence, recorded by this version of tierstore trace record"
-        )
-    layers, kv_heads, query_heads, head_dim = sizes
+    layers, kv_heads, query_heads, head_dim = shapes.pop()
+    for trace in traces:
+        if trace.segments != layers * kv_heads:
+            raise ConfigError(
+                f"trace of {trace.segments} segments of a model with {layers} layers and "
+                f"{kv_heads} KV heads: expected one of a single sequence"
+            )
     return (layers, kv_heads), (query_heads, head_dim)

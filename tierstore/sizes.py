@@ -1,4 +1,4 @@
-"""Byte sizes and budgets as people write them."""
+"""Byte sizes, budgets and other amounts as people write them."""
 
 import re
 
@@ -10,6 +10,10 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+MOST = 2**31 - 1
+"""Largest number of tokens, steps and other things counted: blocks have 32-bit numbers."""
+
+_MOST_BUDGETS = 1e9
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -44,7 +48,7 @@ def format_size(size: float) -> str:
 
 
 def parse_budget(budget: float | str) -> float | int:
-    """A share of the context as a float in (0, 1], or a number of tokens as an int >= 1.
+    """A share of the context as a float in (0, 1], or tokens as an int from 1 to `MOST`.
 
     ``"6.25%"`` and ``0.0625`` are shares, ``2048`` and ``"2048"`` are tokens.
     """
@@ -56,7 +60,7 @@ def parse_budget(budget: float | str) -> float | int:
                 value = float(text[:-1]) / 100
             else:
                 value = int(text) if text.isdecimal() else float(text)
-        if is_whole(value) and 1 <= value <= MOST_WHOLE:
+        if is_whole(value) and 1 <= value <= MOST:
             return int(value)
         if isinstance(value, float) and 0 < value <= 1:
             return value
@@ -64,5 +68,15 @@ def parse_budget(budget: float | str) -> float | int:
         pass
     raise ConfigError(
         f"budget={budget!r}: expected a share of the context in (0, 1] or a whole number of tokens "
-        ">= 1, for example 0.0625, '6.25%' or 2048"
+        f">= 1 and <= {MOST}, for example 0.0625, '6.25%' or 2048"
     )
+
+
+def check_window(window: float) -> None:
+    """ConfigError unless a fast tier can hold so many budgets."""
+    is_number = isinstance(window, int | float) and not isinstance(window, bool)
+    if not is_number or not 1 <= window <= _MOST_BUDGETS:
+        raise ConfigError(
+            f"window={window!r}: expected at least 1 budget and at most {_MOST_BUDGETS:.0e}, for "
+            "example 2"
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from tierstore.errors import ConfigError
 from tierstore.policies.plan import Plan
 from tierstore.policies.windows import WINDOWS, allocate_windows
+from tierstore.sizes import MOST, check_window
 
 if TYPE_CHECKING:
     from tierstore.adapters.attention.geometry import Geometry
@@ -34,8 +35,8 @@ def window_for(
 
     None without a fast tier. ConfigError for a window that cannot be, or is not the plan's.
     """
-    if window is not None and not 1 <= window < math.inf:
-        raise ConfigError(f"window={window}: expected at least 1 budget, for example window=2")
+    if window is not None:
+        check_window(window)
     if window is not None and not has_fast:
         raise ConfigError(f"window={window}: there is no fast tier: pass fast= or no window=")
     if not has_fast:
@@ -82,9 +83,10 @@ def live_plan(
 
 def check_planning(window: float | None, plan: Plan | None, recalibrate: int | None) -> None:
     """ConfigError where there is no window to share out, or nothing to learn from."""
-    if recalibrate is not None and recalibrate < 1:
+    if recalibrate is not None and not 1 <= recalibrate <= MOST:
         raise ConfigError(
-            f"recalibrate={recalibrate}: expected a number of steps >= 1, for example 64"
+            f"recalibrate={recalibrate}: expected a number of steps >= 1 and <= {MOST}, for "
+            "example 64"
         )
     if window is None and (plan is not None or recalibrate is not None):
         raise ConfigError(

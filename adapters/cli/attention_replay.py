@@ -10,10 +10,11 @@ import torch
 from rich.table import Table
 
 from tierstore.adapters.cli.pictures import save_figure
+from tierstore.adapters.cli.text import visible
 from tierstore.errors import ConfigError
 from tierstore.policies.attention import ATTENTION_POLICIES, Place
 from tierstore.policies.comparison import BASELINE, CEILING, compare, gap_closed
-from tierstore.sizes import format_size
+from tierstore.sizes import MOST, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +80,7 @@ def _place(text: str, trace: AttentionTrace, budget: int) -> Place:
             blocks = int(text)
     except (ValueError, OverflowError):
         blocks = -1
-    if blocks < budget:
+    if not budget <= blocks <= MOST:
         raise ConfigError(
             f"capacity={text!r}: expected budgets such as x2, a share of a segment's blocks such "
             f"as 12%, or blocks, and at least the {budget} that a step selects; a smaller --budget "
@@ -105,7 +106,7 @@ def show(trace: AttentionTrace, rows: list[Row], console: Console) -> None:
     )
     console.print(
         f"{trace.steps:,} steps of {trace.segments:,} segments of {trace.blocks.max(initial=0):,} "
-        f"blocks: {facts}",
+        f"blocks: {visible(facts)}",
         soft_wrap=True,
     )
     size = block_bytes(trace)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.adapters.documents import read_document
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
-from tierstore.sizes import parse_budget, parse_size
+from tierstore.sizes import check_count, check_window, parse_budget, parse_size
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -109,7 +109,7 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
         "--recalibrate",
         type=int,
         metavar="STEPS",
-        help="make that plan's windows anew once, after so many steps",
+        help="make the windows of heads anew once, after so many steps, from what these selected",
     )
     tiers.add_argument(
         "--hysteresis",
@@ -137,13 +137,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"question={BUILTIN!r}: only the built-in document has one; pass a question of your own"
         )
-    if options.max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={options.max_new_tokens}: expected at least 1")
+    check_count("max_new_tokens", options.max_new_tokens)
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
     _check_tiers(options)
     if options.json is not None:
-        check_target(options.json)
+        check_target(options.json, "json")
 
 
 def _check_tiers(options: argparse.Namespace) -> None:
@@ -154,16 +153,9 @@ def _check_tiers(options: argparse.Namespace) -> None:
             parse_size(getattr(options, name), name)
     if options.fast is None and options.dram is None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
-    if options.plan is not None:
-        from tierstore.policies.plan import Plan
-
-        Plan.load(options.plan)
-    if options.recalibrate is not None and options.recalibrate < 1:
-        raise ConfigError(f"recalibrate={options.recalibrate}: expected at least 1 step")
     if options.hysteresis is not None:
         parse_hysteresis(options.hysteresis)
-    if options.window is not None and not options.window >= 1:
-        raise ConfigError(f"window={options.window}: expected at least 1 budget, for example 2")
+    _check_window(options)
     if options.disk_codec is not None:
         from tierstore.codecs import check_codec_name
 
@@ -174,6 +166,27 @@ def _check_tiers(options: argparse.Namespace) -> None:
         raise ConfigError(
             "keep, disk codec: there is no disk tier; pass --disk, or leave out --keep and "
             "--disk-codec"
+        )
+
+
+def _check_window(options: argparse.Namespace) -> None:
+    """What is said of the fast tier's window, which needs a fast tier, and to be shared another."""
+    if options.window is not None:
+        check_window(options.window)
+    if options.recalibrate is not None:
+        check_count("recalibrate", options.recalibrate)
+    if options.plan is not None:
+        from tierstore.policies.plan import Plan
+
+        Plan.load(options.plan)
+    if options.window is not None and options.fast is None:
+        raise ConfigError("--window: there is no fast tier; pass --fast, or leave out --window")
+    is_shared = options.plan is not None or options.recalibrate is not None
+    has_backing = options.dram is not None or options.disk is not None
+    if is_shared and not (options.fast is not None and has_backing):
+        raise ConfigError(
+            "--plan, --recalibrate: there is no fast tier to share out; pass --fast and another "
+            "tier, or leave them out"
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.errors import ConfigError
-from tierstore.sizes import parse_budget
+from tierstore.sizes import check_window, parse_budget
+from tierstore.whole_file import check_target, unwritable
 
 if TYPE_CHECKING:
     import argparse
@@ -52,22 +52,25 @@ def add_command(subparsers: Subparsers) -> None:
 def _make(options: argparse.Namespace) -> None:
     budget = None if options.budget is None else parse_budget(options.budget)
     check_target(options.plan, "plan")
-    from pathlib import Path
-
+    check_window(options.window)
+    from tierstore.adapters.cli.trace_file import read_attention
     from tierstore.policies.planning import plan_of
-    from tierstore.traces.attention import AttentionTrace
+    from tierstore.policies.run_facts import MODEL
 
-    traces = []
-    for name in options.trace:
-        if not Path(name).is_file():
-            raise ConfigError(f"trace={name!r}: no such file; tierstore trace record writes one")
-        traces.append(AttentionTrace.load(Path(name)))
+    needed = (*MODEL, "selectable") if options.per_head_budgets else MODEL
+    traces = [read_attention(name, needed=needed, steps=1) for name in options.trace]
     if budget is None:
-        budget = parse_budget(traces[0].facts.get("budget", ""))
+        recorded = traces[0].facts.get("budget")
+        if recorded is None:
+            raise ConfigError(f"{options.trace[0]}: says nothing of a budget; pass --budget")
+        budget = parse_budget(recorded)
     plan = plan_of(
         traces, window=options.window, budget=budget, per_head_budgets=options.per_head_budgets
     )
-    plan.save(options.plan)
+    try:
+        plan.save(options.plan)
+    except OSError as error:
+        raise unwritable(options.plan, "plan", error) from error
     print(f"{options.plan}: {len(plan.windows)} layers, windows of {plan.window:.2f} budgets")
 
 
@@ -79,7 +82,7 @@ def _show(options: argparse.Namespace) -> None:
     if options.plot is not None:
         draw(plan, options.plot)
     if options.json:
-        print(json.dumps(plan.to_dict()))
+        print(json.dumps(plan.to_dict(), allow_nan=False))
         return
     from rich.console import Console
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from tierstore.adapters.cli.pictures import new_figure, save_figure
+from tierstore.adapters.cli.text import visible
 
 if TYPE_CHECKING:
     from tierstore.policies.plan import Plan
@@ -17,8 +18,8 @@ def table(plan: Plan) -> Table:
     """Windows, and budgets if heads differ in them, layer by layer."""
     heads = plan.windows.shape[1]
     shown = Table(
-        title=f"plan for {plan.facts.get('model') or 'a model'}: windows of {plan.window:.2f} "
-        "budgets in the mean",
+        title=visible(f"plan for {plan.facts.get('model') or 'a model'}: ")
+        + f"windows of {plan.window:.2f} budgets in the mean",
         title_justify="left",
     )
     shown.add_column("layer", justify="right")
@@ -29,7 +30,7 @@ def table(plan: Plan) -> Table:
         if plan.budgets is not None:
             cells = [f"{cell} for {share:.2f}" for cell, share in zip(cells, budgets, strict=True)]
         shown.add_row(str(layer), *cells)
-    shown.caption = "; ".join(f"{name}: {value}" for name, value in plan.facts.items())
+    shown.caption = visible("; ".join(f"{name}: {value}" for name, value in plan.facts.items()))
     shown.caption_justify = "left"
     return shown
 
@@ -42,7 +43,7 @@ def draw(plan: Plan, path: str) -> None:
     pictures: dict[str, Amounts] = {"window, mean budgets": plan.windows}
     if plan.budgets is not None:
         pictures["budget, mean budgets"] = plan.budgets
-    figure = new_figure(8, 2.2 * len(pictures))
+    figure = new_figure(8, 2.2 * len(pictures), path)
     axes = figure.subplots(len(pictures), squeeze=False)[:, 0]
     for axis, (name, values) in zip(axes, pictures.items(), strict=True):
         image = axis.imshow(values.T, aspect="auto", interpolation="nearest")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.adapters.documents import read_document
 from tierstore.errors import ConfigError
-from tierstore.sizes import parse_budget
+from tierstore.sizes import check_count, parse_budget
+from tierstore.whole_file import check_target, replacing, unwritable
 
 if TYPE_CHECKING:
     import argparse
@@ -63,8 +63,13 @@ def run(options: argparse.Namespace) -> None:
     """Check what can be checked without a model, then record."""
     for name in ("tokens", "steps", "block_tokens"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: expected at least 1")
+        if value is not None:
+            check_count(name, value)
+    if options.block_tokens is not None and options.block_tokens > options.tokens:
+        raise ConfigError(
+            f"block_tokens={options.block_tokens}: expected blocks that are shorter than the "
+            f"context of {options.tokens} tokens"
+        )
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
     if options.budget is not None:
@@ -75,6 +80,10 @@ def run(options: argparse.Namespace) -> None:
     from tierstore.adapters.cli.recording import record
 
     trace = record(options, document)
-    trace.save(Path(options.trace))
+    try:
+        with replacing(options.trace) as unfinished:
+            trace.save(unfinished)
+    except OSError as error:
+        raise unwritable(options.trace, "trace", error) from error
     size = Path(options.trace).stat().st_size
     print(f"{options.trace}: {trace.steps} steps of {trace.segments} segments, {size:,} bytes")

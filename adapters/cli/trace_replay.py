@@ -10,14 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.adapters.cli import attention_replay
-from tierstore.adapters.cli.json_file import check_target, write_json
+from tierstore.adapters.cli.json_file import write_json
 from tierstore.adapters.cli.pictures import new_figure, save_figure
+from tierstore.adapters.cli.trace_file import read_attention
 from tierstore.errors import ConfigError
 from tierstore.policies.replay import POLICIES, Replay, footprint, replay
 from tierstore.sizes import format_size, parse_budget
-from tierstore.traces.attention import KIND, AttentionTrace
+from tierstore.traces.attention import KIND
 from tierstore.traces.file import kind_of
 from tierstore.traces.readers import read_requests
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -49,13 +51,12 @@ class Row:
 
 def run(options: argparse.Namespace) -> None:
     """Check the arguments; then replay and report."""
-    path = Path(options.trace)
-    is_attention = path.is_file() and kind_of(path) == KIND
+    is_attention = _kind(Path(options.trace)) == KIND
     check = attention_replay.checked_names if is_attention else _policies
     names = check(options.policies)
     if options.json is not None:
-        check_target(options.json)
-    figure = None if options.plot is None else new_figure(8, 5)
+        check_target(options.json, "json")
+    figure = None if options.plot is None else new_figure(8, 5, options.plot)
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -65,13 +66,22 @@ def run(options: argparse.Namespace) -> None:
         write_json(options.json, content)
 
 
+def _kind(path: Path) -> str | None:
+    """What kind of trace is there; None for files of others, and what cannot be read."""
+    try:
+        return kind_of(path) if path.is_file() else None
+    except OSError:
+        return None
+
+
 def _replay_attention(
     options: argparse.Namespace, names: list[str], console: Console, figure: Figure | None
 ) -> dict[str, object]:
-    trace = AttentionTrace.load(Path(options.trace))
+    trace = read_attention(options.trace)
     if options.budget is not None:
         trace = trace.with_budget(parse_budget(options.budget))
-    capacity = options.capacity or attention_replay.DEFAULT_CAPACITY
+    default = attention_replay.DEFAULT_CAPACITY
+    capacity = default if options.capacity is None else options.capacity
     rows = attention_replay.rows_of(trace, names, capacity)
     attention_replay.show(trace, rows, console)
     if figure is not None:
@@ -89,8 +99,8 @@ def _replay_requests(
     trace = read_requests(options.trace)
     if not len(trace.blocks):
         raise ConfigError(f"{options.trace}: expected requests for blocks, found none")
-    texts = (options.capacity or _DEFAULT_CAPACITY).split(",")
-    capacities = [_capacity(text, trace) for text in texts]
+    capacity = _DEFAULT_CAPACITY if options.capacity is None else options.capacity
+    capacities = [_capacity(text, trace) for text in capacity.split(",")]
     rows = [row for capacity in capacities for row in _rows(trace, names, capacity)]
     _print(trace, rows, console)
     if figure is not None:

@@ -9,7 +9,7 @@ from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
 from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
 from tierstore.policies import DEFAULT_FOR_ATTENTION, LRU, Lookahead, Random
-from tierstore.sizes import parse_budget
+from tierstore.sizes import check_window, parse_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,16 +52,11 @@ class Preset:
     def __post_init__(self) -> None:
         parse_budget(self.budget)
         parse_hysteresis(self.hysteresis)
-        if (
-            self.block_tokens < 1
-            or self.sinks < 0
-            or self.local < 1
-            or not self.window >= 1
-            or self.observation < 1
-        ):
+        check_window(self.window)
+        if self.block_tokens < 1 or self.sinks < 0 or self.local < 1 or self.observation < 1:
             raise ConfigError(
-                f"preset {self.name!r}: expected block_tokens, local, window and observation >= 1 "
-                f"and sinks >= 0, found {self.block_tokens}, {self.local}, {self.window}, "
+                f"preset {self.name!r}: expected block_tokens, local and observation >= 1 "
+                f"and sinks >= 0, found {self.block_tokens}, {self.local}, "
                 f"{self.observation} and {self.sinks}"
             )
 

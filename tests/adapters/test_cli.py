@@ -26,6 +26,7 @@ from tierstore.adapters.cli.outcome import Outcome
 from tierstore.adapters.cli.text import visible
 from tierstore.adapters.documents import Document
 from tierstore.errors import ConfigError
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -553,7 +554,7 @@ def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
-    json_file.check_target(link)
+    check_target(link, "json")
     assert target.read_text() == "old"
     json_file.write_json(link, {"new": None})
     assert link.is_symlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +17,6 @@ from tierstore.policies import LRU, Clairvoyant
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tierstore.traces.attention import AttentionTrace
 
 FIRST_STEP = 16
@@ -88,6 +87,8 @@ def test_another_budget_takes_other_windows(path: str, tmp_path: Path) -> None:
     [
         (["--policies", "sieve"], "policies='sieve': expected all, or of random, lru"),
         (["--capacity", "x0.9"], "capacity='x0.9': expected budgets such as x2"),
+        (["--capacity", ""], "capacity=''"),
+        (["--capacity", "9" * 23], "capacity='999"),
         (["--capacity", "9"], "at least the 10 that a step selects"),
         (["--capacity", "xnan"], "capacity='xnan'"),
         (["--capacity", "xinf"], "capacity='xinf'"),
@@ -115,3 +116,22 @@ def test_a_plot_is_written(path: str, tmp_path: Path) -> None:
     options = ["--policies", "lru", "--plot", str(target)]
     assert main(["trace", "replay", path, *options]) == 0
     assert "<svg" in target.read_text()
+
+
+@pytest.mark.parametrize("value", [10**400, -1, True, "8", float("nan")])
+def test_a_wrong_fact_is_refused_with_the_name_of_the_file(
+    value: object, trace: AttentionTrace, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(trace, facts={**trace.facts, "head_dim": value}).save(Path(path))
+    assert main(["trace", "replay", path, "--policies", "lru"]) == 2
+    output = capsys.readouterr()
+    assert f"{path}: fact head_dim: expected a whole number from 1 to" in output.err
+    assert output.out == ""
+
+
+def test_a_name_that_no_encoding_has_is_shown_without_harm(
+    trace: AttentionTrace, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(trace, facts={**trace.facts, "document": "\ud800\x1b[31m"}).save(Path(path))
+    assert main(["trace", "replay", path, "--policies", "lru"]) == 0
+    assert "blocks: \ufffd\ufffd[31m" in capsys.readouterr().out

@@ -81,6 +81,9 @@ def test_a_generated_text_differs_from_a_given_one(tiny: Path) -> None:
         (["--tokens", "0"], "tokens=0: expected at least 1"),
         (["--steps", "-1"], "steps=-1: expected at least 1"),
         (["--block-tokens", "0"], "block_tokens=0: expected at least 1"),
+        (["--block-tokens", "301"], "block_tokens=301: expected blocks that are shorter"),
+        (["--block-tokens", "9" * 20], "block_tokens=99999999999999999999: expected at least 1"),
+        (["--tokens", "9" * 20], "tokens=99999999999999999999: expected at least 1 and at most"),
         (["--budget", "120%"], "budget='120%': expected a share"),
         (["--dtype", "int8"], "dtype='int8': expected one of bfloat16"),
         (["--preset", "none"], "preset='none': expected one of"),
@@ -104,3 +107,11 @@ def test_a_trace_that_cannot_be_written_is_refused_first(
         arguments = ["trace", "record", target, "--document", "text.txt", *SHORT]
         assert main(arguments) == 2
         assert f"trace={target!r}: " in capsys.readouterr().err
+
+
+def test_a_trace_may_have_the_longest_name_of_all(tiny: Path) -> None:
+    """What is written first has a name, too, which must not be longer: all work would be lost."""
+    name = "n" * 255
+    assert main(["trace", "record", name, "--document", "text.txt", *SHORT]) == 0
+    assert AttentionTrace.load(tiny / name).steps == 40
+    assert sorted(path.name for path in tiny.iterdir()) == [name, "text.txt"]

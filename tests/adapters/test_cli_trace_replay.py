@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tierstore.adapters.cli import main
+from tierstore.adapters.cli.pictures import FORMATS, new_figure, save_figure
 from tierstore.policies.replay import POLICIES
 from tierstore.traces.requests import RequestTrace
 
@@ -77,6 +78,7 @@ def test_costs_of_a_trace_decide_who_leaves(tmp_path: Path) -> None:
         (["--capacity", "0"], "capacity='0': expected a share such as 5%"),
         (["--capacity", "101%"], "capacity='101%': expected a share"),
         (["--capacity", "5%,x"], "capacity='x': expected a share"),
+        (["--capacity", ""], "capacity='': expected a share"),
         (["--json", "/"], "json='/'"),
     ],
 )
@@ -91,6 +93,8 @@ def test_other_files_and_empty_traces_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", "replay", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main(["trace", "replay", str(tmp_path / ("n" * 300))]) == 2
     assert "cannot be read" in capsys.readouterr().err
     RequestTrace.of_blocks([]).save(tmp_path / "empty")
     assert main(["trace", "replay", str(tmp_path / "empty")]) == 2
@@ -110,3 +114,38 @@ def test_a_plot_is_written(trace: str, tmp_path: Path) -> None:
         pytest.skip("matplotlib is not installed")
     assert main(["trace", "replay", trace, "--plot", str(tmp_path / "x.svg")]) == 0
     assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("", "expected a name that ends in .png, .svg"),
+        ("a", "expected a name that ends in .png, .svg"),
+        ("a.pgf", "expected a name that ends in .png, .svg"),
+        ("none/a.png", "cannot be written (No such file or directory)"),
+        ("n" * 256 + ".png", "cannot be written (File name too long)"),
+    ],
+)
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_replay(
+    target: str,
+    reason: str,
+    trace: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A .pgf needs LaTeX, and matplotlib gives a name without an ending another one."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "replay", trace, "--plot", target]) == 2
+    output = capsys.readouterr()
+    assert f"plot={target!r}: {reason}" in output.err
+    assert output.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["a.trace"]
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_pictures_are_drawn_in_every_format(ending: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = str(tmp_path / f"a.{ending.upper()}")
+    save_figure(new_figure(2, 1, path), path)
+    assert (tmp_path / f"a.{ending.upper()}").stat().st_size > 100

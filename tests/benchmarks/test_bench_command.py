@@ -41,7 +41,7 @@ def test_a_benchmark_reports_and_writes_json(
     [
         (["sorting"], "invalid choice: 'sorting'"),
         (["quality", "--layers", "2"], "--layers: means nothing to quality, only to attention"),
-        (["attention", "--repeat", "0"], "repeat=0: expected at least 1"),
+        (["attention", "--repeat", "0"], "repeat=0: expected a whole number from 1"),
         (["attention", "--json", "missing/file.json"], "json='missing/file.json'"),
     ],
 )

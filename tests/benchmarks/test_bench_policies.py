@@ -15,6 +15,7 @@ from tierstore.benchmarks import policies, policy_cost
 from tierstore.policies import LRU
 from tierstore.policies.attention import ATTENTION_POLICIES
 from tierstore.policies.comparison import FIRST_STEP
+from tierstore.traces.attention import AttentionTrace
 from tierstore.traces.attention_replay import replay
 
 if TYPE_CHECKING:
@@ -78,6 +79,30 @@ def test_a_directory_without_traces_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "policies", "--traces", str(tmp_path)]) == 2
-    assert "no *.trace in that directory" in capsys.readouterr().err
+    assert "0 files *.trace: expected at least 1" in capsys.readouterr().err
     assert main(["bench", "policies"]) == 2
     assert "traces=None: expected a directory" in capsys.readouterr().err
+
+
+def test_traces_that_cannot_be_replayed_are_refused_by_name(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counting begins at step 16, so that a trace needs more."""
+    trace = AttentionTrace.load(traces / "0.trace")
+    steps = int(trace.counts[:FIRST_STEP].sum())
+    few = replace(
+        trace,
+        blocks=trace.blocks[:FIRST_STEP],
+        unit_scores=trace.unit_scores[:FIRST_STEP],
+        counts=trace.counts[:FIRST_STEP],
+        ids=trace.ids[:steps],
+    )
+    few.save(traces / "0.trace")
+    assert main(["bench", "policies", "--traces", str(traces)]) == 2
+    assert "0.trace: expected at least 17 steps, found 16" in capsys.readouterr().err
+    (traces / "0.trace").unlink()
+    (traces / "0.trace").mkdir()
+    assert main(["bench", "policies", "--traces", str(traces)]) == 2
+    assert "0.trace': Is a directory; pass a file" in capsys.readouterr().err
+    assert main(["bench", "policies", "--traces", "n" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from bench_schema import as_json
 
@@ -12,7 +13,8 @@ from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks import hysteresis, windows
 from tierstore.benchmarks.facts import Fact
 from tierstore.benchmarks.language import real_text
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, TraceError
+from tierstore.traces.attention import AttentionTrace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,8 +46,41 @@ def test_hysteresis_is_measured_for_every_difference(tiny_model: LoadedModel) ->
 
 
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"0 files exact-\*\.trace: expected at least two"):
+    with pytest.raises(ConfigError, match=r"0 files exact-\*\.trace: expected at least 2"):
         windows.run(quiet, traces=str(tmp_path))
+
+
+def test_traces_that_plans_cannot_be_made_of_are_refused(tmp_path: Path) -> None:
+    """Of two models, of too few steps, without what heads give to blocks."""
+    random = np.random.default_rng(0)
+
+    def save(name: str, steps: int, heads: int, **facts: object) -> None:
+        trace = AttentionTrace(
+            {
+                "block_tokens": 4, "context_tokens": 160, "layers": 1, "kv_heads": heads,
+                "query_heads": 6, "head_dim": 16, "selectable": [0.5] * heads, **facts,
+            },
+            np.full((steps, heads), 40, np.int32),
+            random.normal(-4, 1, (steps, heads, 40)).astype(np.float16),
+            np.arange(40, dtype=np.int32)[None],
+            np.zeros((steps, heads), np.int32),
+            np.empty(0, np.int32),
+        )  # fmt: skip
+        trace.with_budget(0.1).save(tmp_path / f"exact-{name}.trace")
+
+    save("a", windows.FIRST + 1, 2)
+    save("b", windows.FIRST, 2)
+    with pytest.raises(TraceError, match=r"exact-b\.trace: expected at least 97 steps, found 96"):
+        windows.run(quiet, traces=str(tmp_path))
+    save("b", windows.FIRST + 1, 3)
+    with pytest.raises(ConfigError, match="2 kinds of models"):
+        windows.run(quiet, traces=str(tmp_path))
+    save("b", windows.FIRST + 1, 2, selectable=None)
+    with pytest.raises(TraceError, match=r"exact-b\.trace: fact selectable: .*found none"):
+        windows.run(quiet, traces=str(tmp_path))
+    save("b", windows.FIRST + 1, 2)
+    with pytest.raises(ConfigError, match="nothing to save"):
+        windows.run(quiet, traces=str(tmp_path), budget="100%")
 
 
 @pytest.mark.parametrize("window", [1.5, 3.0])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.sizes import format_size, parse_budget, parse_size
+from tierstore.sizes import check_window, format_size, parse_budget, parse_size
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,7 @@ def test_a_readable_size_is_nearly_the_size(size: int) -> None:
         ("1", 1),
         (2048, 2048),
         (" 2048 ", 2048),
+        (str(MOST), MOST),
     ],
 )
 def test_budgets_are_shares_or_tokens(budget: float | str, expected: float) -> None:
@@ -108,10 +109,18 @@ def test_budgets_are_shares_or_tokens(budget: float | str, expected: float) -> N
 
 @pytest.mark.parametrize(
     "budget",
-    [0, -1, 0.0, 1.5, -0.1, "0%", "101%", "1.5", "0", "", "%", "half", "nan", float("nan"),
-     float("inf"), True, None, 10**400, "9" * 400],
+    [0, -1, 2**31, 10**400, "9" * 400, 0.0, 1.5, -0.1, "0%", "101%", "1.5", "0", "", "%", "half",
+     "nan", float("nan"), float("inf"), True, None],
 )  # fmt: skip
 def test_what_is_no_budget_is_refused(budget: object) -> None:
     with pytest.raises(ConfigError, match=r"expected a share of the context in \(0, 1\]") as error:
         parse_budget(budget)  # type: ignore[arg-type]
     assert str(error.value).startswith(f"budget={budget!r}: ")
+
+
+@pytest.mark.parametrize("window", [0, 0.999, float("nan"), float("inf"), 10**400, True, "2"])
+def test_what_is_no_window_is_refused(window: object) -> None:
+    with pytest.raises(ConfigError, match="expected at least 1 budget and at most"):
+        check_window(window)  # type: ignore[arg-type]
+    check_window(1)
+    check_window(1e9)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, TraceError
 from tierstore.policies.planning import missed_mass, plan_of, reuse_misses
 from tierstore.policies.windows import BUDGETS, WINDOWS
 from tierstore.traces.attention import AttentionTrace
@@ -103,23 +103,54 @@ def test_restless_heads_get_larger_windows_and_budgets_miss_less() -> None:
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"layers": None}, "recorded by this version"),
-        ({"kv_heads": 5}, "expected one of a single sequence"),
-        ({"head_dim": "16"}, "recorded by this version"),
+        ({"layers": None}, "fact layers: expected a whole number .*, found none; record it again"),
+        (
+            {"layers": [1]},
+            r"fact layers: expected .* from 1 to 2147483647, found \[1\]",
+        ),
+        ({"head_dim": "16"}, "fact head_dim: expected a whole number .*, found '16'"),
+        ({"query_heads": True}, "fact query_heads: expected .*, found True"),
+        ({"context_tokens": 10**400}, "fact context_tokens: expected .*, found 10000"),
+        ({"context_tokens": None}, "fact context_tokens: expected .*, found None"),
+        ({"model": float("nan")}, "fact model: expected text, found nan"),
+        ({"budget": 0}, "fact budget: expected a share of the context, or a number"),
+        ({"selectable": ["a"] * 6}, "fact selectable: expected a share .* for each of 6 segments"),
+        ({"selectable": [0.5] * 5}, "fact selectable: expected a share"),
+        ({"selectable": [[1], [1, 2]]}, "fact selectable: expected a share"),
+        ({"selectable": [float("nan")] * 6}, "fact selectable: expected a share"),
+        ({"selectable": None}, "fact selectable: expected a share .* found none; record it again"),
+        ({"own": float("inf")}, "facts: expected what JSON can hold"),
+        ({"own": object()}, "facts: expected what JSON can hold"),
     ],
 )
-def test_traces_that_say_too_little_are_refused(facts: dict[str, object], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        plan_of([made_up(**facts)], window=2.0, budget=0.1)
+def test_traces_that_say_what_cannot_be_are_refused(facts: dict[str, object], reason: str) -> None:
+    trace = made_up()
+    told = replace(trace, facts={**trace.facts, **facts})
+    with pytest.raises(TraceError, match=f"^trace of 'noise': {reason}"):
+        plan_of([told], window=2.0, budget=0.1, per_head_budgets=True)
 
 
-def test_traces_of_two_models_and_traces_without_masses_are_refused() -> None:
+@pytest.mark.parametrize("per_head_budgets", [False, True])
+def test_traces_without_steps_or_scores_are_refused(per_head_budgets: bool) -> None:
+    trace = made_up()
+    nothing = np.zeros((0, trace.segments), np.int32)
+    still = replace(
+        trace, blocks=nothing, counts=nothing, unit_scores=trace.unit_scores[:0], ids=trace.ids[:0]
+    )
+    blank = replace(trace, unit_of=np.full_like(trace.unit_of, -1))
+    for each, reason in ((still, "at least 1 steps, found 0"), (blank, "blocks with scores")):
+        with pytest.raises(TraceError, match=reason):
+            plan_of([each], window=2.0, budget=0.1, per_head_budgets=per_head_budgets)
+
+
+def test_traces_of_two_models_or_sequences_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 kinds of models"):
         plan_of([made_up(), made_up(head_dim=32)], window=2.0, budget=0.1)
     with pytest.raises(ConfigError, match="0 kinds of models"):
         plan_of([], window=2.0, budget=0.1)
-    with pytest.raises(ConfigError, match="says nothing of its heads' selectable attention"):
-        plan_of([made_up(selectable=None)], window=2.0, budget=0.1, per_head_budgets=True)
+    with pytest.raises(ConfigError, match="5 KV heads: expected one of a single sequence"):
+        plan_of([made_up(kv_heads=5)], window=2.0, budget=0.1)
+    assert plan_of([made_up(selectable=None)], window=2.0, budget=0.1).window <= 2
 
 
 @pytest.mark.parametrize("window", [0.5, 0.0, np.nan, np.inf])

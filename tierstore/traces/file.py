@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import TraceError
+from tierstore.whole_file import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,7 +33,6 @@ def write_trace(
 
     facts: what JSON can hold, TraceError otherwise. OSError of the file system passes through.
     """
-    path = Path(path)
     for name, array in arrays.items():
         if array.dtype.hasobject:
             raise TraceError(f"array {name!r}: expected numbers, found Python objects")
@@ -44,13 +43,8 @@ def write_trace(
         raise TraceError(f"facts: expected what JSON can hold, found {error}") from error
     # Any: numpy's stubs take every name for its option allow_pickle.
     entries: dict[str, Any] = {_HEADER: text, **arrays}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez_compressed(file, **entries)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(file, **entries)
 
 
 def kind_of(path: str | Path) -> str | None:
