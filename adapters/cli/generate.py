@@ -6,10 +6,11 @@ import os
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.documents import read_document
+from tierstore.arguments import check_whole
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
-from tierstore.sizes import check_count, check_window, parse_budget, parse_size
+from tierstore.sizes import MOST, check_window, parse_budget, parse_size
 from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"question={BUILTIN!r}: only the built-in document has one; pass a question of your own"
         )
-    check_count("max_new_tokens", options.max_new_tokens)
+    check_whole("max_new_tokens", options.max_new_tokens, 1, MOST)
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
     _check_tiers(options)
@@ -174,7 +175,7 @@ def _check_window(options: argparse.Namespace) -> None:
     if options.window is not None:
         check_window(options.window)
     if options.recalibrate is not None:
-        check_count("recalibrate", options.recalibrate)
+        check_whole("recalibrate", options.recalibrate, 1, MOST)
     if options.plan is not None:
         from tierstore.policies.plan import Plan
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
 from tierstore.adapters.documents import read_document
+from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
-from tierstore.sizes import check_count, parse_budget
+from tierstore.sizes import MOST, parse_budget
 from tierstore.whole_file import check_target, replacing, unwritable
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     for name in ("tokens", "steps", "block_tokens"):
         value = getattr(options, name)
         if value is not None:
-            check_count(name, value)
+            check_whole(name, value, 1, MOST)
     if options.block_tokens is not None and options.block_tokens > options.tokens:
         raise ConfigError(
             f"block_tokens={options.block_tokens}: expected blocks that are shorter than the "

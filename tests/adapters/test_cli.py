@@ -277,7 +277,7 @@ MODELLESS = {
     "no size": ("--dram 0", "dram='0': expected more than zero bytes"),
     "small window": ("--window 0.5", "window=0.5: expected at least 1 budget"),
     "window that is no number": ("--window wide", "argument --window: invalid float value"),
-    "no new tokens": ("--max-new-tokens 0", "max_new_tokens=0: expected at least 1"),
+    "no new tokens": ("--max-new-tokens 0", "max_new_tokens=0: expected a whole number from 1 to"),
     "unknown dtype": ("--dtype int8", "dtype='int8': expected one of bfloat16, float16, float32"),
     "missing document": ("--document none.txt", "document='none.txt': No such file"),
     "builtin question": ("--question builtin", "question='builtin': only the built-in document"),

@@ -92,8 +92,8 @@ def test_what_cannot_be_is_one_line_of_error(
     [
         ("--hysteresis", "much", "hysteresis='much'"),
         ("--plan", "none.json", "No such file"),
-        ("--recalibrate", "0", "expected at least 1 and"),
-        ("--recalibrate", "9" * 23, "expected at least 1 and at most 2,147,483,647"),
+        ("--recalibrate", "0", "expected a whole number from 1 to"),
+        ("--recalibrate", "9" * 23, "expected a whole number from 1 to 2147483647"),
         ("--recalibrate", "5", "no fast tier to share out; pass --fast and another"),
         ("--window", "inf", "window=inf: expected at least 1 budget and at most 1e+09"),
         ("--window", "1e300", "window=1e+300: expected"),

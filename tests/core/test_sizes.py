@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.sizes import check_window, format_size, parse_budget, parse_size
+from tierstore.sizes import MOST, check_window, format_size, parse_budget, parse_size
 
 
 @pytest.mark.parametrize(
