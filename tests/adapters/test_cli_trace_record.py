@@ -82,7 +82,7 @@ def test_a_generated_text_differs_from_a_given_one(tiny: Path) -> None:
         (["--steps", "-1"], "steps=-1: expected a whole number from 1 to"),
         (["--block-tokens", "0"], "block_tokens=0: expected a whole number from 1 to"),
         (["--block-tokens", "301"], "block_tokens=301: expected blocks that are shorter"),
-        (["--block-tokens", "9" * 20], "block_tokens=99999999999999999999: expected a whole number from 1 to"),
+        (["--block-tokens", "9" * 20], "block_tokens=99999999999999999999: expected a whole"),
         (["--tokens", "9" * 20], "tokens=99999999999999999999: expected a whole number from 1 to"),
         (["--budget", "120%"], "budget='120%': expected a share"),
         (["--dtype", "int8"], "dtype='int8': expected one of bfloat16"),
