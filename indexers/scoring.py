@@ -145,14 +145,17 @@ class ScoringIndex(Index):
         self._costs[rows, new_units] = costs
         self._unit_ptr[rows, new_units] = np.cumsum(costs, axis=1) - costs + have_blocks
 
-    def select(self, query: Array, budgets: Ids) -> Selection:
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         rows, array = len(self.segments), self.shape.scratch.array
         budgets = np.minimum(budgets, self._blocks)
         width = self._vectors.shape[1]
         scores: Scores = array("unit scores", (rows, width), np.float32)
         logits = array("unit logits", (rows, self.shape.group, width), np.float32)
-        kernels.score_units(query, self._vectors, self._counts, self._sizes, self.shape.scale,
-                            self.aggregate, scores, logits)  # fmt: skip
+        if beside is None:
+            beside = array("nothing beside", (rows, self.shape.group), np.float32)
+            beside.fill(-np.inf)
+        kernels.score_units(query, self._vectors, self._counts, self._sizes, beside,
+                            self.shape.scale, self.aggregate, scores, logits)  # fmt: skip
         scores = scores if is_host(scores) else to_tensor(scores).cpu().numpy()
         array = self._scratch.array
         if self._is_coarse:

@@ -12,10 +12,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tierstore.kernels.operations import attend_blocks, backend_of, score_units, select_blocks
+    from tierstore.kernels.operations import (
+        attend_blocks,
+        backend_of,
+        score_units,
+        select_blocks,
+        weigh_strips,
+    )
     from tierstore.kernels.shape import BlockShape
 
-__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks"]
+__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks", "weigh_strips"]
 
 
 def __getattr__(name: str) -> object:

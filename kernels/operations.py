@@ -14,7 +14,7 @@ try:
 except ImportError:  # Numba has no build for every Python; plain torch then serves the CPU too.
     cpu = None  # type: ignore[assignment]
 
-__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks"]
+__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks", "weigh_strips"]
 
 
 def backend_of(array: Array) -> str:
@@ -74,6 +74,7 @@ def score_units(
     units: Array,
     counts: Array,
     sizes: Array,
+    beside: Array,
     scale: float,
     aggregate: str,
     out: Array,
@@ -81,26 +82,44 @@ def score_units(
 ) -> None:
     """Log attention mass of one average token of each unit, combined over the queries of its row.
 
-    Per query head the logits are normalised over the row's units, each counted `sizes` times; heads
-    are then combined by ``"sum"`` (log of the summed mass) or ``"max"``. A unit of size 0 is empty:
-    -inf.
+    Per query head the logits are normalised over the row's units, each counted `sizes` times, and
+    what is attended beside them; heads are then combined by ``"sum"`` (log of the summed mass) or
+    ``"max"``. A unit of size 0 is empty: -inf.
 
     Parameters
     ----------
     query: [R, G, d] elements. units: [R, u, d] elements. counts: int32 [R] units in use.
     sizes: float32 [R, u] tokens a unit stands for.
+    beside: float32 [R, G] log-sum-exp of the logits of the tokens of no unit; -inf for none.
     out, logits: float32 [R, u]; float32 work space [R, G, u].
     """
     if backend_of(units) == "torch":
-        reference.score_units(query, units, counts, sizes, scale, aggregate, out)
+        reference.score_units(query, units, counts, sizes, beside, scale, aggregate, out)
         return
     kernel = cpu.score_kernel(query.shape[1], query.shape[2])
     over_rows(
         query.shape[0],
         int(counts.sum()) * query.shape[1] * query.shape[2],
-        lambda first, last: kernel(query, units, first, last, counts, sizes, np.float32(scale),
-                                   aggregate == "max", out, logits),
+        lambda first, last: kernel(query, units, first, last, counts, sizes, beside,
+                                   np.float32(scale), aggregate == "max", out, logits),
     )  # fmt: skip
+
+
+def weigh_strips(
+    query: Array, strip_key: Array, strip_length: Array, scale: float, out: Array
+) -> None:
+    """Log-sum-exp of the logits of each row's strip, for each of its queries; -inf if it is empty.
+
+    Parameters
+    ----------
+    query: [R, G, d] elements. strip_key, strip_length: [R, s, d] elements; int32 [R] keys in use.
+    out: float32 [R, G].
+    """
+    if backend_of(strip_key) == "torch":
+        reference.weigh_strips(query, strip_key, strip_length, scale, out)
+        return
+    kernel = cpu.weigh_kernel(query.shape[1], query.shape[2])
+    kernel(query, strip_key, strip_length, np.float32(scale), out)
 
 
 def select_blocks(

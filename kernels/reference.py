@@ -82,11 +82,12 @@ def score_units(
     units: Array,
     counts: Array,
     sizes: Array,
+    beside: Array,
     scale: float,
     aggregate: str,
     out: Array,
 ) -> None:
-    q, u, n, size = (to_tensor(a) for a in (query, units, counts, sizes))
+    q, u, n, size, others = (to_tensor(a) for a in (query, units, counts, sizes, beside))
     result = to_tensor(out)
     for row in range(q.shape[0]):
         live = size[row, : int(n[row])] > 0
@@ -95,9 +96,19 @@ def score_units(
             continue
         logits = (q[row].float() * scale) @ u[row, : live.shape[0]].float().T
         weighted = logits + size[row, : live.shape[0]].log()
-        mass = logits - weighted.logsumexp(-1, keepdim=True)
+        everything = torch.cat([weighted, others[row, :, None]], 1)
+        mass = logits - everything.logsumexp(-1, keepdim=True)
         best = mass.logsumexp(0) if aggregate == "sum" else mass.amax(0)
         result[row, : live.shape[0]] = best.masked_fill(~live, -math.inf)
+
+
+def weigh_strips(
+    query: Array, strip_key: Array, strip_length: Array, scale: float, out: Array
+) -> None:
+    q, key, length, result = (to_tensor(a) for a in (query, strip_key, strip_length, out))
+    logits = (q.float() * scale) @ key.float().transpose(1, 2)
+    is_there = torch.arange(key.shape[1], device=q.device) < length.to(q.device)[:, None]
+    result[...] = logits.masked_fill(~is_there[:, None], -math.inf).logsumexp(-1)
 
 
 def select_blocks(

@@ -315,10 +315,12 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def select(self, query: Array, budgets: Ids) -> Selection:
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         """At most ``budgets[r]`` blocks for each row; all of a row's blocks if there are no more.
 
-        query [R, G, d] elements. The answer is valid until the next call.
+        query: [R, G, d] elements. beside: float32 [R, G], log-sum-exp of the logits of the tokens
+        that are attended in any case and are no part of a block; None for no such tokens. A score
+        is a part of the attention to all tokens. The answer is valid until the next call.
         """
 
     @abstractmethod

@@ -13,7 +13,8 @@ def score_kernel(group, dim):
     """The scoring kernel for one shape; see `tierstore.kernels.score_units` for the contract."""
 
     @njit(cache=True, nogil=True, fastmath=FAST)
-    def score(query, units, first_row, last_row, counts, sizes, scale, take_max, out, logits):
+    def score(query, units, first_row, last_row, counts, sizes, beside, scale, take_max, out,
+              logits):  # fmt: skip
         q = np.empty((group, dim), np.float32)
         u = np.empty(dim, np.float32)
         minus_infinity = np.float32(-np.inf)
@@ -32,11 +33,11 @@ def score_kernel(group, dim):
                         a += u[j] * q[g, j]
                     s[g, i] = a
             for g in range(group):
-                peak = minus_infinity
+                peak = beside[row, g]
                 for i in range(n):
                     if sizes[row, i] > 0:
                         peak = max(peak, s[g, i])
-                total = np.float32(0.0)
+                total = exp_nonpositive(beside[row, g] - peak)
                 for i in range(n):
                     if sizes[row, i] > 0:
                         total += exp_nonpositive(s[g, i] - peak) * sizes[row, i]
@@ -55,6 +56,40 @@ def score_kernel(group, dim):
                 out[row, i] = best if sizes[row, i] > 0 else minus_infinity
 
     return score
+
+
+@lru_cache(maxsize=64)
+def weigh_kernel(group, dim):
+    """The kernel for one shape; see `tierstore.kernels.weigh_strips` for the contract."""
+
+    @njit(cache=True, nogil=True, fastmath=FAST)
+    def weigh(query, strip_key, strip_length, scale, out):
+        q = np.empty((group, dim), np.float32)
+        key = np.empty(dim, np.float32)
+        logits = np.empty((group, strip_key.shape[1]), np.float32)
+        for row in range(query.shape[0]):
+            n = strip_length[row]
+            for g in range(group):
+                for j in range(dim):
+                    q[g, j] = widen(query[row, g, j]) * scale
+            for i in range(n):
+                for j in range(dim):
+                    key[j] = widen(strip_key[row, i, j])
+                for g in range(group):
+                    a = np.float32(0.0)
+                    for j in range(dim):
+                        a += key[j] * q[g, j]
+                    logits[g, i] = a
+            for g in range(group):
+                peak = np.float32(-np.inf)
+                for i in range(n):
+                    peak = max(peak, logits[g, i])
+                total = np.float32(0.0)
+                for i in range(n):
+                    total += exp_nonpositive(logits[g, i] - peak)
+                out[row, g] = peak + np.log(total) if n > 0 else peak
+
+    return weigh
 
 
 @njit(cache=True, nogil=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import Floats, Stored, exactly, stored, unit_scores
+from oracles import Floats, Stored, attention, exactly, stored, unit_scores
 
 from tierstore import kernels
 from tierstore.kernels import reference
@@ -35,13 +35,16 @@ def run(
     sizes: Sizes,
     scale: float,
     aggregate: str,
+    beside: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
+    if beside is None:
+        beside = np.full(query.shape[:2], -np.inf, np.float32)
     out = np.full(units.shape[:2], np.nan, np.float32)
     if backend == "torch":
-        reference.score_units(query, units, counts, sizes, scale, aggregate, out)
+        reference.score_units(query, units, counts, sizes, beside, scale, aggregate, out)
     else:
         logits = np.full((len(query), query.shape[1], units.shape[1]), np.nan, np.float32)
-        kernels.score_units(query, units, counts, sizes, scale, aggregate, out, logits)
+        kernels.score_units(query, units, counts, sizes, beside, scale, aggregate, out, logits)
     return out
 
 
@@ -70,7 +73,7 @@ def test_score_is_log_mass_of_one_token_of_the_unit(
     seed: int,
     spread: float,
 ) -> None:
-    """Places behind a row's units are NaN, and a third of the units is empty."""
+    """Places behind a row's units are NaN, a third of the units is empty; some rows stand alone."""
     group, dim, dtype = shape
     random = np.random.default_rng(seed)
     rows, room, scale = len(units_of_row), max(units_of_row) + 1, spread * dim**-0.5
@@ -80,8 +83,10 @@ def test_score_is_log_mass_of_one_token_of_the_unit(
     for row, count in enumerate(units_of_row):
         values[row, count:], sizes[row, count:] = np.nan, np.nan
     units, counts = stored(values, dtype), np.array(units_of_row, np.int32)
+    beside = spread * random.normal(0, 3, (rows, group)).astype(np.float32)
+    beside[random.random((rows, group)) < 0.3] = -np.inf
 
-    found = run(backend, query, units, counts, sizes, scale, aggregate)
+    found = run(backend, query, units, counts, sizes, scale, aggregate, beside)
 
     for row, count in enumerate(units_of_row):
         expected = unit_scores(
@@ -90,6 +95,7 @@ def test_score_is_log_mass_of_one_token_of_the_unit(
             sizes[row, :count].astype(np.float64),
             scale,
             aggregate,
+            beside[row].astype(np.float64),
         )
         assert_scores_close(found[row, :count], expected, spread)
         assert np.isnan(found[row, count:]).all()
@@ -147,6 +153,51 @@ def test_heads_are_normalised_before_they_are_combined(
     found = run(backend, query, units, np.array([2], np.int32), sizes, 1.0, aggregate)
 
     np.testing.assert_allclose(found, [expected], rtol=1e-6, atol=1e-7)
+
+
+@both_backends
+def test_a_head_that_looks_elsewhere_says_little(backend: str) -> None:
+    """Head 0 prefers unit 0 a little, but gives all of its attention to what is no unit."""
+    query = np.array([[[1.0, 0.0], [0.0, 1.0]]], np.float32)
+    units = np.array([[[1.0, 0.0], [0.0, 0.5]]], np.float32)
+    beside = np.array([[30.0, -np.inf]], np.float32)
+
+    found = run(
+        backend, query, units, np.array([2], np.int32), np.ones((1, 2), np.float32), 1.0, "sum",
+        beside,
+    )  # fmt: skip
+
+    shares = np.exp([0.0, 0.5]) / np.exp([0.0, 0.5]).sum()
+    np.testing.assert_allclose(found, [np.log(shares)], rtol=1e-6)
+
+
+@both_backends
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"G{s[0]}-d{s[1]}-{s[2]}")
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_a_strip_weighs_the_log_sum_exp_of_its_logits(
+    shape: tuple[int, int, torch.dtype], backend: str, lengths: list[int], seed: int, spread: float
+) -> None:
+    """Places behind a strip's tokens are infinite."""
+    group, dim, dtype = shape
+    random = np.random.default_rng(seed)
+    rows, room, scale = len(lengths), max(lengths) + 1, spread * dim**-0.5
+    query = stored(random.standard_normal((rows, group, dim)), dtype)
+    keys = random.standard_normal((rows, room, dim))
+    for row, length in enumerate(lengths):
+        keys[row, length:] = np.inf
+    strip, out = stored(keys, dtype), np.full((rows, group), np.nan, np.float32)
+
+    weigh = kernels.weigh_strips if backend == "numba" else reference.weigh_strips
+    weigh(query, strip, np.array(lengths, np.int32), scale, out)
+
+    for row, length in enumerate(lengths):
+        own = exactly(strip[row, :length], dtype)
+        _, lse = attention(exactly(query[row], dtype), own, own, scale)
+        assert_scores_close(out[row], lse, spread)
 
 
 @both_backends
