@@ -36,16 +36,17 @@ class Blend(RankedPolicy):
     def __init__(
         self,
         fast: float = 0.6,
-        slow: float = 0.1,
+        slow: tuple[float, float] = (0.1, 0.04),
         share: float = 0.65,
         decay: float = 0.9,
         weight: float = 0.15,
+        lean: float = 0.2,
     ) -> None:
         if not (0 < share < 1 and weight >= 0):
             raise ConfigError(
                 f"share={share}, weight={weight}: expected a part in (0, 1), and at least 0"
             )
-        self._scores = ScoreHistory([fast, slow], LEAST_MASS, np.inf)
+        self._scores = ScoreHistory([fast, slow], LEAST_MASS, np.inf, lean)
         self._uses = UseCount(decay)
         self._share, self._weight = np.float32(share), np.float32(weight)
 
