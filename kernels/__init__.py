@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     )
     from tierstore.kernels.shape import BlockShape
 
-__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks", "weigh_strips"]
+__all__ = [
+    "BlockShape",
+    "attend_blocks",
+    "backend_of",
+    "score_units",
+    "select_blocks",
+    "weigh_strips",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,14 @@ try:
 except ImportError:  # Numba has no build for every Python; plain torch then serves the CPU too.
     cpu = None  # type: ignore[assignment]
 
-__all__ = ["BlockShape", "attend_blocks", "backend_of", "score_units", "select_blocks", "weigh_strips"]
+__all__ = [
+    "BlockShape",
+    "attend_blocks",
+    "backend_of",
+    "score_units",
+    "select_blocks",
+    "weigh_strips",
+]
 
 
 def backend_of(array: Array) -> str:

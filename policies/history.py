@@ -119,9 +119,7 @@ class UseCount:
         """The uses that are left."""
         out: Scores = np.zeros(len(handles), np.float32)
         if len(self._scale):
-            histories.uses(
-                handles, self._space.owner_segment, self._scale, self._column.array, out
-            )
+            histories.uses(handles, self._space.owner_segment, self._scale, self._column.array, out)
         return out
 
 

@@ -107,7 +107,7 @@ def lowest_blend_first(step: Step, block: int) -> tuple[float, ...]:
         before = [max(scores[block - 1], -20.72) for scores in step.past]
         lean = np.float32(0.2)
         scores = [
-            float(np.float32(own) + lean * np.float32(max(np.float32(left) - np.float32(own), 0)))
+            float(np.float32(own) + lean * np.maximum(np.float32(left) - np.float32(own), 0))
             for own, left in zip(scores, before, strict=True)
         ]
     fast, slow = mean(scores, 0.6), mean(scores, 0.1, 0.04)
