@@ -93,6 +93,7 @@ class TestEwmaUse(PolicyTests):
 
 class TestBlend(PolicyTests):
     is_stack = True
+    sees_handles = True
 
     def make_policy(self) -> Blend:
         return Blend()
