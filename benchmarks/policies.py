@@ -36,7 +36,8 @@ CONFIGURATIONS = {
     "lookahead": "lowest score of the step (K8, all scores)",
     "ewma": "lowest mean of log mass, alpha 0.3",
     "ewma-use": "mean margin over the cut, alpha 0.3, and log of uses that fade by 5 %",
-    "blend": "two means of log mass, alpha 0.6 and 0.1, and a little of log of uses: the default",
+    "blend": "two means of log mass, alpha 0.6 and 0.1 up, 0.04 down, a little of the block before "
+    "and of log of uses: the default",
     "adaptive": "per segment, of Blend, EwmaUse, Lookahead, LRU, LRFU the one that misses least",
     "belady": "next used farthest away: the ceiling, which knows the future",
 }

@@ -38,7 +38,7 @@ class Everything(Index):
     ) -> None:
         self._blocks[rows] += keys.shape[1] // self.shape.block_tokens
 
-    def select(self, query: Array, budgets: Ids) -> Selection:
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         row_ptr: Pointers = np.concatenate([[0], np.cumsum(self._blocks)]).astype(np.int64)
         ids: Ids = np.concatenate(
             [np.arange(n, dtype=np.int32) for n in self._blocks.tolist()] or [self._blocks]

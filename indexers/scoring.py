@@ -243,8 +243,8 @@ class ScoringIndex(Index):
         self.data["costs"][rows, new_units] = costs
         self.data["starts"][rows, new_units] = np.cumsum(costs, axis=1) - costs + have_pages
 
-    def select(self, query: Array, budgets: Ids) -> Selection:
-        unit_scores = self._unit_scores(query)
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
+        unit_scores = self._unit_scores(query, beside)
         array = self._scratch.array
         if self._takes_whole_units:
             data = self.data
@@ -266,7 +266,7 @@ class ScoringIndex(Index):
         everything = BlockScores(scores, unit_of, self.segments)
         return Selection(row_ptr, ids[:found], picked[:found], everything)
 
-    def _unit_scores(self, query: Array) -> Scores:
+    def _unit_scores(self, query: Array, beside: Array | None) -> Scores:
         """Scores of units [R, u] on the host."""
         rows, array = len(self.segments), self.shape.scratch.array
         width = self.data.places("unit")
@@ -275,7 +275,7 @@ class ScoringIndex(Index):
         scores: Scores = array("unit scores", (rows, width), np.float32)
         sizes = self.data["sizes"] if self.is_coarse else None
         kernels.combine_heads(
-            logits, self.units, sizes, float(self.page_tokens), self.rule.aggregate,
+            logits, self.units, sizes, float(self.page_tokens), beside, self.rule.aggregate,
             self.rule.softmax, self.shape.heads, scores,
         )  # fmt: skip
         return scores if is_host(scores) else to_tensor(scores).cpu().numpy()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         dot_logits,
         pool_pages,
         select_blocks,
+        weigh_strips,
     )
     from tierstore.kernels.shape import BlockShape
 
@@ -30,6 +31,7 @@ __all__ = [
     "dot_logits",
     "pool_pages",
     "select_blocks",
+    "weigh_strips",
 ]
 
 

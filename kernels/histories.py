@@ -45,10 +45,49 @@ def _is_counting(units):
 
 
 @njit
-def blend(chunks, blocks_of, segments, scores, weight, column):
-    """Move ``column`` by the fraction `weight` towards each block's score, where it has one.
+def remember(chunks, blocks_of, segments, unit_of, unit_scores, shift, low, high, lean, rise, fall,
+             means, scores, leaned):  # fmt: skip
+    """Bring the column of each of `means` up to date with a step's scores, row by row.
 
-    The first score is taken as it is: a block that never had one is at -inf.
+    lean: the part that a block takes of what the block before it scores more. rise, fall: of each
+    mean, as in `blend`. scores, leaned: float32 [1, blocks] work space, so small that it stays in
+    the processor's cache.
+    """
+    for row in range(segments.shape[0]):
+        mine = slice(row, row + 1)
+        table = min(row, unit_of.shape[0] - 1)
+        scores_of_blocks(
+            blocks_of, segments[mine], unit_of[table : table + 1], unit_scores[mine], shift[mine],
+            low, high, scores,
+        )  # fmt: skip
+        new = scores
+        if lean > 0:
+            lean_forwards(scores[0], lean, leaned[0])
+            new = leaned
+        for i in range(len(means)):
+            blend(chunks, blocks_of, segments[mine], new, rise[i], fall[i], means[i])
+
+
+@njit
+def lean_forwards(scores, lean, out):
+    """``out[b]``: the score of block b, moved by the part `lean` towards a higher one before it."""
+    if scores.shape[0] > 0:
+        out[0] = scores[0]
+    before = scores[:-1]
+    own = scores[1:]
+    new = out[1:]
+    for i in range(own.shape[0]):
+        more = before[i] - own[i]
+        # False for NaN, the score of what is no block.
+        new[i] = own[i] + lean * more if more > 0 else own[i]
+
+
+@njit
+def blend(chunks, blocks_of, segments, scores, rise, fall, column):
+    """Move ``column`` towards each block's score, where it has one, up by `rise`, down by `fall`.
+
+    Both are fractions of the way. The first score is taken as it is: a block that never had one is
+    at -inf.
     """
     for row in range(segments.shape[0]):
         own = scores[row]
@@ -59,13 +98,29 @@ def blend(chunks, blocks_of, segments, scores, weight, column):
             part = column[base : base + new.shape[0]]
             for i in range(part.shape[0]):
                 old = part[i]
-                moved = new[i] if old == -np.inf else old + weight * (new[i] - old)
+                way = new[i] - old
+                moved = new[i] if old == -np.inf else old + (rise if way > 0 else fall) * way
                 part[i] = old if np.isnan(new[i]) else moved
 
 
 @njit
-def decay(chunks, blocks_of, segments, factor, column):
-    """Multiply ``column`` by `factor` for every block of `segments`."""
+def age(chunks, blocks_of, segments, decay, most, scale, column):
+    """Let what was counted in each of `segments` shrink to the part `decay` of it.
+
+    What was counted is ``column / scale[segment]``: to raise the scale is enough, until it exceeds
+    `most`. Then the blocks' own numbers are lowered, and the scale is 1 again.
+    """
+    for row in range(segments.shape[0]):
+        segment = segments[row]
+        if scale[segment] <= decay * most:
+            scale[segment] /= decay
+            continue
+        _multiply(chunks, blocks_of, segments[row : row + 1], decay / scale[segment], column)
+        scale[segment] = 1
+
+
+@njit
+def _multiply(chunks, blocks_of, segments, factor, column):
     for row in range(segments.shape[0]):
         segment = segments[row]
         blocks = blocks_of[segment]
@@ -77,10 +132,24 @@ def decay(chunks, blocks_of, segments, factor, column):
 
 
 @njit
-def count_uses(handles, column):
-    """Add 1 to ``column`` for each handle."""
+def count_uses(handles, owner_segment, scale, column):
+    """Count each handle once more; see `age` for what ``column`` holds."""
     for i in range(handles.shape[0]):
-        column[handles[i]] += 1
+        column[handles[i]] += scale[owner_segment[handles[i] // CHUNK]]
+
+
+@njit
+def uses(handles, owner_segment, scale, column, out):
+    """``out[i]``: what was counted of each handle."""
+    for i in range(handles.shape[0]):
+        out[i] = column[handles[i]] / scale[owner_segment[handles[i] // CHUNK]]
+
+
+@njit
+def stamp(handles, step, column):
+    """``column[handle] = step`` for each handle."""
+    for i in range(handles.shape[0]):
+        column[handles[i]] = step
 
 
 @njit

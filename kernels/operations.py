@@ -22,6 +22,7 @@ __all__ = [
     "dot_logits",
     "pool_pages",
     "select_blocks",
+    "weigh_strips",
 ]
 
 
@@ -101,6 +102,7 @@ def combine_heads(
     counts: Array,
     sizes: Array | None,
     unit_tokens: float,
+    beside: Array | None,
     aggregate: str,
     softmax: bool,
     heads: int,
@@ -109,21 +111,24 @@ def combine_heads(
     """One score for each unit of a row from the logits of the row's queries.
 
     With `softmax`, a head's logits first become the log mass of one average token of each unit,
-    normalised over the row's units, each counted as often as it has tokens; masses are then summed
-    (``"sum"``), averaged or compared. Without, ``"sum"`` and the means are of the logits. A unit of
-    size 0 is empty: -inf. Scores of ``"per_query"`` are ``-log(1 + best rank of the unit in any
-    head)``.
+    normalised over the row's units, each counted as often as it has tokens, and what is attended
+    beside them; masses are then summed (``"sum"``), averaged or compared. Without, ``"sum"`` and
+    the means are of the logits. A unit of size 0 is empty: -inf. Scores of ``"per_query"`` are
+    ``-log(1 + best rank of the unit in any head)``.
 
     Parameters
     ----------
     logits: float32 [R, G, u]; overwritten. counts: int32 [R] units in use.
     sizes: float32 [R, u] tokens that a unit stands for; None where all stand for `unit_tokens`.
+    beside: float32 [R, G] log-sum-exp of the logits of tokens of no unit; None for no such tokens.
     aggregate: ``"sum"``, ``"max"``, ``"mean_group"``, ``"mean_all"`` or ``"per_query"``.
     heads: rows of a sequence, which ``"mean_all"`` averages over; they have equally many units.
     out: float32 [R, u]; places behind a row's units are left as they are, but for ``"mean_all"``.
     """
     if backend_of(logits) == "torch":
-        reference.combine_heads(logits, counts, sizes, unit_tokens, aggregate, softmax, heads, out)
+        reference.combine_heads(
+            logits, counts, sizes, unit_tokens, beside, aggregate, softmax, heads, out
+        )
         return
     within = "mean_group" if aggregate == "mean_all" else aggregate
     if within == "per_query":
@@ -131,14 +136,32 @@ def combine_heads(
     else:
         kernel = cpu.combine_kernel(logits.shape[1], within, softmax, sizes is not None)
     weights = cpu.NO_SIZES if sizes is None else sizes
+    others = cpu.NO_SIZES if beside is None else beside
     over_rows(
         logits.shape[0],
         int(counts.sum()) * logits.shape[1] * 64,
         lambda first, last: kernel(logits, first, last, counts, weights, np.float32(unit_tokens),
-                                   out),
+                                   others, out),
     )  # fmt: skip
     if aggregate == "mean_all" and heads > 1:
         reference.mean_over_rows(out, softmax, heads)
+
+
+def weigh_strips(
+    query: Array, strip_key: Array, strip_length: Array, scale: float, out: Array
+) -> None:
+    """Log-sum-exp of the logits of each row's strip, for each of its queries; -inf if it is empty.
+
+    Parameters
+    ----------
+    query: [R, G, d] elements. strip_key, strip_length: [R, s, d] elements; int32 [R] keys in use.
+    out: float32 [R, G].
+    """
+    if backend_of(strip_key) == "torch":
+        reference.weigh_strips(query, strip_key, strip_length, scale, out)
+        return
+    kernel = cpu.weigh_kernel(query.shape[1], query.shape[2])
+    kernel(query, strip_key, strip_length, np.float32(scale), out)
 
 
 def pool_pages(

@@ -88,6 +88,7 @@ def combine_heads(
     counts: Array,
     sizes: Array | None,
     unit_tokens: float,
+    beside: Array | None,
     aggregate: str,
     softmax: bool,
     heads: int,
@@ -102,7 +103,10 @@ def combine_heads(
             result[row, :n] = -math.inf
             continue
         if softmax:
-            own = own - (own + size.log()).logsumexp(-1, keepdim=True)
+            norm = (own + size.log()).logsumexp(-1)
+            if beside is not None:
+                norm = torch.logaddexp(norm, to_tensor(beside)[row])
+            own = own - norm[:, None]
         result[row, :n] = _over_heads(own, live, aggregate, softmax).masked_fill(~live, -math.inf)
     if aggregate == "mean_all":
         mean_over_rows(out, softmax, heads)
@@ -129,6 +133,15 @@ def mean_over_rows(scores: Array, softmax: bool, heads: int) -> None:
     own = to_tensor(scores).unflatten(0, (-1, heads))
     mean = own.logsumexp(1) - math.log(heads) if softmax else own.mean(1)
     own.copy_(mean[:, None].expand_as(own))
+
+
+def weigh_strips(
+    query: Array, strip_key: Array, strip_length: Array, scale: float, out: Array
+) -> None:
+    q, key, length, result = (to_tensor(a) for a in (query, strip_key, strip_length, out))
+    logits = (q.float() * scale) @ key.float().transpose(1, 2)
+    is_there = torch.arange(key.shape[1], device=q.device) < length.to(q.device)[:, None]
+    result[...] = logits.masked_fill(~is_there[:, None], -math.inf).logsumexp(-1)
 
 
 def pool_pages(

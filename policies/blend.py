@@ -23,25 +23,30 @@ class Blend(RankedPolicy):
     """Evicts the lowest blend of a fast and a slow mean of log attention mass, and of uses.
 
     The rank is ``share * fast + (1 - share) * slow + weight * log(uses + 0.05)``. A block that
-    mattered over the last steps stays a while, and longer if it did so before; of an index that
-    scores only what it selects, uses alone decide. Twelve bytes a block, resident or not, beside
-    those of its last use.
+    mattered over the last steps stays a while, and longer if it did so before: the slow mean rises
+    faster than it falls, so that it remembers peaks. Text is read forwards, so a block whose
+    forerunner scores more counts for a little more than it scores. Of an index that scores only
+    what it selects, uses alone decide. Twelve bytes a block, resident or not, beside those of its
+    last use.
 
     Parameters
     ----------
-    fast, slow: weight of the newest score in each mean, in (0, 1].
+    fast, slow: weight of the newest score in each mean, in (0, 1]; or two weights, of a score above
+        the mean and of one below.
     share: part of the fast mean, in (0, 1).
     decay: what is left of a use one step later, in [0, 1].
     weight: of the log of uses, from 0 to a million.
+    lean: part that a block takes of what the block before it scores more, in [0, 1].
     """
 
     def __init__(
         self,
-        fast: float = 0.6,
-        slow: float = 0.1,
+        fast: float | tuple[float, float] = 0.6,
+        slow: float | tuple[float, float] = (0.1, 0.04),
         share: float = 0.65,
         decay: float = 0.9,
         weight: float = 0.15,
+        lean: float = 0.2,
     ) -> None:
         are_numbers = is_number(share) and is_number(weight)
         if not (are_numbers and 0 < share < 1 and 0 <= weight <= _MOST_WEIGHT):
@@ -49,7 +54,7 @@ class Blend(RankedPolicy):
                 f"share={share!r}, weight={weight!r}: expected a part in (0, 1), and at least 0, "
                 f"up to {_MOST_WEIGHT:g}"
             )
-        self._scores = ScoreHistory([fast, slow], LEAST_MASS, np.inf)
+        self._scores = ScoreHistory([fast, slow], LEAST_MASS, np.inf, lean)
         self._uses = UseCount(decay)
         self._share, self._weight = np.float32(share), np.float32(weight)
 

@@ -14,15 +14,17 @@ from tierstore.kernels.tables import CHUNK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from tierstore.directory import Column, HandleSpace
-    from tierstore.interfaces import Access, BlockScores, Ids, Scores
+    from tierstore.interfaces import Access, Ids, Scores
 
 
 LEAST_MASS = -20.72
 """Log of an attention mass of 1e-9: what is smaller is nothing."""
 
-_AT_ONCE = 1 << 16
-"""Scores gathered at once, or one row's: the work space is no part of the limit, so it is small."""
+_MOST_SCALE = 1e15
+"""Of counted uses: far from the largest float32, and rarely reached."""
 
 
 class ScoreHistory:
@@ -30,21 +32,33 @@ class ScoreHistory:
 
     Parameters
     ----------
-    alphas: weight of the newest score in each of the means, in (0, 1].
+    alphas: weight of the newest score in each of the means, in (0, 1]; or two, of a score above the
+        mean and of one below.
     low, high: scores outside count as these, and a block without any as `low`.
+    lean: part that a block takes of what the block before it scores more, in [0, 1].
     """
 
-    def __init__(self, alphas: Sequence[float], low: float, high: float) -> None:
-        for alpha in alphas:
+    def __init__(
+        self,
+        alphas: Sequence[float | tuple[float, float]],
+        low: float,
+        high: float,
+        lean: float = 0.0,
+    ) -> None:
+        pairs = [alpha if isinstance(alpha, tuple) else (alpha, alpha) for alpha in alphas]
+        for alpha in (alpha for pair in pairs for alpha in pair):
             if not (is_number(alpha) and 0 < alpha <= 1):
                 raise ConfigError(f"alpha={alpha!r}: expected a weight in (0, 1], for example 0.3")
-        self._weights = np.array(alphas, np.float32)
+        if not (is_number(lean) and 0 <= lean <= 1):
+            raise ConfigError(f"lean={lean!r}: expected a part in [0, 1], for example 0.2")
+        self._rise, self._fall = np.array(pairs, np.float32).T.copy()
         self._bounds = np.float32(low), np.float32(high)
-        self._scores: Scores = np.empty(0, np.float32)
+        self._lean = np.float32(lean)
+        self._work: Scores = np.empty((2, 1, 0), np.float32)
 
     def bind(self, space: HandleSpace) -> None:
         self._space = space
-        self._means = [space.column(np.float32, fill=-np.inf) for _ in self._weights]
+        self._means = [space.column(np.float32, fill=-np.inf) for _ in self._rise]
 
     def update(self, access: Access, shift: Scores | None = None) -> None:
         """Take in the step's scores, each less ``shift[row]``, of all blocks of its rows."""
@@ -53,24 +67,16 @@ class ScoreHistory:
             return
         if shift is None:
             shift = np.zeros(len(everything.segments), np.float32)
-        rows, width = len(everything.segments), everything.unit_of.shape[1]
-        together = max(1, _AT_ONCE // max(width, 1))
-        for first in range(0, rows, together):
-            self._blend(everything, shift, slice(first, min(first + together, rows)))
-
-    def _blend(self, everything: BlockScores, shift: Scores, rows: slice) -> None:
-        space, segments = self._space, everything.segments[rows]
-        unit_of = everything.unit_of if len(everything.unit_of) == 1 else everything.unit_of[rows]
-        shape = (len(segments), unit_of.shape[1])
-        if self._scores.size < shape[0] * shape[1]:
-            self._scores = np.empty(shape[0] * shape[1], np.float32)
-        scores = self._scores[: shape[0] * shape[1]].reshape(shape)
-        histories.scores_of_blocks(
-            space.blocks, segments, unit_of, everything.unit_scores[rows], shift[rows],
-            *self._bounds, scores,
+        width = everything.unit_of.shape[1]
+        if self._work.shape[2] < width:
+            self._work = np.empty((2, 1, width), np.float32)
+        scores, leaned = self._work[:, :, :width]
+        space = self._space
+        histories.remember(
+            space.chunks, space.blocks, everything.segments, everything.unit_of,
+            everything.unit_scores, shift, *self._bounds, self._lean, self._rise, self._fall,
+            tuple(mean.array for mean in self._means), scores, leaned,
         )  # fmt: skip
-        for weight, mean in zip(self._weights, self._means, strict=True):
-            histories.blend(space.chunks, space.blocks, segments, scores, weight, mean.array)
 
     def mean(self, number: int, handles: Ids) -> Scores:
         """The mean of that number; the lower bound for blocks that never had a score."""
@@ -96,19 +102,26 @@ class UseCount:
     def bind(self, space: HandleSpace) -> None:
         self._space = space
         self._column = space.column(np.float32)
+        self._scale: npt.NDArray[np.float64] = np.ones(0)
 
     def update(self, access: Access) -> None:
         """Count the step's uses."""
-        segments = segments_of(access, self._space)
-        histories.decay(
-            self._space.chunks, self._space.blocks, segments, np.float32(self.decay),
-            self._column.array,
-        )  # fmt: skip
-        histories.count_uses(access.handles, self._column.array)
+        space, column = self._space, self._column.array
+        more = len(space.blocks) - len(self._scale)
+        if more > 0:
+            self._scale = np.concatenate([self._scale, np.ones(more)])
+        segments = segments_of(access, space)
+        histories.age(
+            space.chunks, space.blocks, segments, self.decay, _MOST_SCALE, self._scale, column
+        )
+        histories.count_uses(access.handles, space.owner_segment, self._scale, column)
 
     def uses(self, handles: Ids) -> Scores:
         """The uses that are left."""
-        return _taken(handles, self._column)
+        out: Scores = np.zeros(len(handles), np.float32)
+        if len(self._scale):
+            histories.uses(handles, self._space.owner_segment, self._scale, self._column.array, out)
+        return out
 
 
 def _taken(handles: Ids, column: Column) -> Scores:

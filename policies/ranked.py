@@ -41,7 +41,8 @@ class BlockStats:
     @cached_property
     def last_used(self) -> npt.NDArray[np.int64]:
         """int64 [n] step of the last use; -1 never."""
-        last_used: npt.NDArray[np.int64] = self._last_used.array[self.handles]
+        last_used: npt.NDArray[np.int64] = np.empty(len(self.handles), np.int64)
+        histories.take(self.handles, self._last_used.array, last_used)
         return last_used
 
     @cached_property
@@ -97,7 +98,7 @@ class RankedPolicy(EvictionPolicy):
         self._last_used = space.column(np.int64, fill=-1)
 
     def on_access(self, access: Access) -> None:
-        self._last_used.array[access.handles] = access.step
+        histories.stamp(access.handles, access.step, self._last_used.array)
 
     def on_remove(self, handles: Ids) -> None:
         """The space resets columns of handles that it gives out again."""

@@ -45,13 +45,23 @@ def attention(query: Floats, keys: Floats, values: Floats, scale: float) -> tupl
 
 
 def unit_scores(
-    query: Floats, units: Floats, sizes: Floats, scale: float, aggregate: str
+    query: Floats,
+    units: Floats,
+    sizes: Floats,
+    scale: float,
+    aggregate: str,
+    beside: Floats | None = None,
 ) -> Floats:
-    """Log mass of one token of each unit [u]; in the softmax each counts `sizes` times."""
+    """Log mass of one token of each unit [u]; in the softmax each counts `sizes` times.
+
+    beside [G]: log-sum-exp of what else is in the softmax.
+    """
     if not (sizes > 0).any():
         return np.full(len(sizes), -np.inf)
     logits = query @ units.T * scale
     repeated = np.where(sizes > 0, logits + np.log(np.maximum(sizes, 1e-300)), -np.inf)
+    if beside is not None:
+        repeated = np.concatenate([repeated, beside[:, None]], axis=1)
     mass = logits - log_sum_exp(repeated, axis=1)[:, None]
     combined = log_sum_exp(mass, axis=0) if aggregate == "sum" else mass.max(0)
     scores: Floats = np.where(sizes > 0, combined, -np.inf)

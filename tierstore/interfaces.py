@@ -185,9 +185,9 @@ class RecordTier(ABC):
 class BlockScores:
     """What an index thought of every block in one step, kept per unit and looked up when needed.
 
-    unit_scores: float32 [R, units] log attention mass. unit_of: int32 [R, blocks], or [1, blocks]
-    for all rows; -1 unknown. It may be wider than a row has blocks. segments: int32 [R], the
-    segment of each row.
+    unit_scores: float32 [R, units] log attention mass, among all tokens. unit_of: int32
+    [R, blocks], or [1, blocks] for all rows; -1 unknown. It may be wider than a row has blocks.
+    segments: int32 [R], the segment of each row.
     """
 
     unit_scores: Scores
@@ -326,10 +326,12 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def select(self, query: Array, budgets: Ids) -> Selection:
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         """At most ``budgets[r]`` blocks for each row, and `kept` ones; all if there are no more.
 
-        query [R, G, d] elements. The answer is valid until the next call.
+        query: [R, G, d] elements. beside: float32 [R, G], log-sum-exp of the logits of the tokens
+        that are attended in any case and are no part of a block; None for no such tokens. A score
+        is a part of the attention to all tokens. The answer is valid until the next call.
         """
 
     @abstractmethod

@@ -311,7 +311,9 @@ class Batch:
     def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
         """Attend to what the index selects, in one visit, or in several merged in float32."""
         layer = self.layers[number]
-        selection = layer.index.select(query, self._budgets[number])
+        beside = self._device_scratch.array("beside", query.shape[:2], np.float32)
+        kernels.weigh_strips(query, layer.strip_key, layer.strip_length, self.scale, beside)
+        selection = layer.index.select(query, self._budgets[number], beside)
         if self.rules.on_selection is not None:
             self.rules.on_selection(number, layer.blocks, selection)
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())

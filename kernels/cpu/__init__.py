@@ -9,7 +9,7 @@ from tierstore.kernels.cpu.combine import (
     pool,
     rank_heads,
 )
-from tierstore.kernels.cpu.logits import dot_kernel
+from tierstore.kernels.cpu.logits import dot_kernel, weigh_kernel
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "pool",
     "rank_heads",
     "select",
+    "weigh_kernel",
 ]

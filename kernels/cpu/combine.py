@@ -23,8 +23,8 @@ def combine_kernel(group, aggregate, softmax, sized):
     adds_masses = softmax and not takes_max
 
     @njit(cache=True, nogil=True, fastmath=FAST)
-    def normalise(s, n, sizes, unit_tokens):
-        peak = _MINUS_INFINITY
+    def normalise(s, n, sizes, unit_tokens, beside):
+        peak = beside
         for i in range(n):
             if not sized or sizes[i] > 0:
                 peak = max(peak, s[i])
@@ -34,21 +34,23 @@ def combine_kernel(group, aggregate, softmax, sized):
                 total += exp_nonpositive(s[i] - peak)
             elif sizes[i] > 0:
                 total += exp_nonpositive(s[i] - peak) * sizes[i]
-        norm = peak + np.log(total if sized else total * unit_tokens)
+        others = exp_nonpositive(beside - peak) if beside > _MINUS_INFINITY else np.float32(0.0)
+        norm = peak + np.log((total if sized else total * unit_tokens) + others)
         if takes_mean:
             norm += np.log(np.float32(group))
         for i in range(n):
             s[i] -= norm
 
     @njit(cache=True, nogil=True, fastmath=FAST)
-    def combine(logits, first_row, last_row, counts, sizes, unit_tokens, out):
+    def combine(logits, first_row, last_row, counts, sizes, unit_tokens, beside, out):
         for row in range(first_row, last_row):
             n = counts[row]
             s = logits[row]
             own = sizes[row] if sized else sizes[:0].reshape(-1)
             if softmax:
                 for g in range(group):
-                    normalise(s[g], n, own, unit_tokens)
+                    lse = beside[row, g] if beside.size > 0 else _MINUS_INFINITY
+                    normalise(s[g], n, own, unit_tokens, lse)
             for i in range(n):
                 best = s[0, i]
                 if softmax or takes_max:
@@ -74,7 +76,7 @@ def combine_kernel(group, aggregate, softmax, sized):
 
 
 @njit(cache=True, nogil=True)
-def rank_heads(logits, first_row, last_row, counts, sizes, unit_tokens, out):
+def rank_heads(logits, first_row, last_row, counts, sizes, unit_tokens, beside, out):
     """Score units by the best rank that any head gives them, ties in unit order."""
     sized = sizes.size > 0
     for row in range(first_row, last_row):

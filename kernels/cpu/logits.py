@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.scalar import FAST, widen
+from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, widen
 
 
 @lru_cache(maxsize=64)
@@ -30,3 +30,37 @@ def dot_kernel(group, dim):
                     out[row, g, i] = a
 
     return dot
+
+
+@lru_cache(maxsize=64)
+def weigh_kernel(group, dim):
+    """The kernel for one shape; see `tierstore.kernels.weigh_strips` for the contract."""
+
+    @njit(cache=True, nogil=True, fastmath=FAST)
+    def weigh(query, strip_key, strip_length, scale, out):
+        q = np.empty((group, dim), np.float32)
+        key = np.empty(dim, np.float32)
+        logits = np.empty((group, strip_key.shape[1]), np.float32)
+        for row in range(query.shape[0]):
+            n = strip_length[row]
+            for g in range(group):
+                for j in range(dim):
+                    q[g, j] = widen(query[row, g, j]) * scale
+            for i in range(n):
+                for j in range(dim):
+                    key[j] = widen(strip_key[row, i, j])
+                for g in range(group):
+                    a = np.float32(0.0)
+                    for j in range(dim):
+                        a += key[j] * q[g, j]
+                    logits[g, i] = a
+            for g in range(group):
+                peak = np.float32(-np.inf)
+                for i in range(n):
+                    peak = max(peak, logits[g, i])
+                total = np.float32(0.0)
+                for i in range(n):
+                    total += exp_nonpositive(logits[g, i] - peak)
+                out[row, g] = peak + np.log(total) if n > 0 else peak
+
+    return weigh

@@ -15,6 +15,8 @@ from tierstore.adapters.presets import PRESETS, Preset
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tierstore.interfaces import Selection
+
 SCALE = 0.21
 
 
@@ -55,6 +57,16 @@ class Story:
         weights = np.exp(logits - logits.max(1, keepdims=True))
         out: np.ndarray = (weights / weights.sum(1, keepdims=True)) @ v
         return out
+
+    def masses(self, layer: int, row: int, query: torch.Tensor) -> np.ndarray:
+        """Attention of the last queries to each token, summed over them."""
+        sequence, head = divmod(row, self.geometry.kv_heads)
+        group = self.geometry.query_heads // self.geometry.kv_heads
+        q = query[sequence, head * group : (head + 1) * group, -1].double().numpy()
+        logits = q @ self.keys[layer][sequence, head].double().numpy().T * SCALE
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        masses: np.ndarray = (weights / weights.sum(1, keepdims=True)).sum(0)
+        return masses
 
 
 def small(dtype: torch.dtype = torch.float32, layers: int = 2) -> Geometry:
@@ -113,6 +125,26 @@ def test_a_step_attends_to_exactly_what_is_reported(
     for _ in range(40):
         check_step(engine, story, 2e-5)
     engine.store.validate()
+    engine.close()
+
+
+def test_exact_scores_count_sinks_and_local_window() -> None:
+    """So a step in which a head looks at its sinks alone says little of its blocks."""
+    story, heard = Story(small(layers=1), sequences=2), []
+
+    def listen(layer: int, blocks: np.ndarray, selection: Selection) -> None:
+        assert selection.everything is not None
+        heard.append((int(blocks[0]), selection.everything.unit_scores.copy()))
+
+    engine = prefilled("exact", story, 420, dram="8MiB", on_selection=listen)
+    for _ in range(40):
+        query, key, value = story.tell(0, 1)
+        engine.attend(0, query, key, value, scale=SCALE)
+        blocks, scores = heard.pop()
+        for row in range(4):
+            masses = story.masses(0, row, query)
+            expected = np.log(masses[4 : 4 + 4 * blocks].reshape(blocks, 4).sum(1))
+            np.testing.assert_allclose(scores[row, :blocks], expected, atol=1e-4)
     engine.close()
 
 

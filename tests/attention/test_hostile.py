@@ -67,8 +67,8 @@ class Wrong(ExactIndex):
 
     spoil = ""
 
-    def select(self, query: Array, budgets: Ids) -> Selection:
-        selection = super().select(query, budgets)
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
+        selection = super().select(query, budgets, beside)
         ids, row_ptr = selection.ids, selection.row_ptr
         match self.spoil:
             case "far":

@@ -313,8 +313,8 @@ def test_an_index_without_scores_cannot_be_filtered(amount: float | str) -> None
 class ScoresOfTheSelected(ExactIndex):
     """Says nothing of the blocks that it leaves out."""
 
-    def select(self, query: Array, budgets: Ids) -> Selection:
-        return replace(super().select(query, budgets), everything=None)
+    def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
+        return replace(super().select(query, budgets, beside), everything=None)
 
 
 class OldestOfAll(LRU):

@@ -97,6 +97,7 @@ class TestEwmaUse(PolicyTests):
 
 class TestBlend(PolicyTests):
     is_stack = True
+    sees_handles = True
 
     def make_policy(self) -> Blend:
         return Blend()
@@ -376,6 +377,10 @@ def test_a_blend_that_is_none_is_refused() -> None:
         Blend(share=1.0)
     with pytest.raises(ConfigError, match="weight=-1: expected a part"):
         Blend(weight=-1)
+    with pytest.raises(ConfigError, match="lean"):
+        Blend(lean=1.5)
+    with pytest.raises(ConfigError, match="alpha"):
+        Blend(slow=(0.1, 0.0))
 
 
 def test_a_choice_between_no_or_too_many_candidates_is_refused() -> None:

@@ -55,10 +55,21 @@ class Blocks:
         return {
             "scores_of_blocks": (space.blocks, self.segments, self.unit_of, self.unit_scores,
                                  self.shift, np.float32(-6), np.float32(2), scores),
+            "remember": (space.chunks, space.blocks, self.segments, self.unit_of, self.unit_scores,
+                         self.shift, np.float32(-6), np.float32(2), np.float32(0.2),
+                         np.array([0.5, 0.1], np.float32), np.array([0.5, 0.04], np.float32),
+                         (self.column(), self.column()), *np.zeros((2, 1, n), np.float32)),
+            "lean_forwards": (scores[0], np.float32(0.2), np.zeros(n, np.float32)),
             "blend": (space.chunks, space.blocks, self.segments, scores, np.float32(0.3),
-                      self.column()),
-            "decay": (space.chunks, space.blocks, self.segments, np.float32(0.9), self.column()),
-            "count_uses": (handles, self.column()),
+                      np.float32(0.2), self.column()),
+            "age": (space.chunks, space.blocks, self.segments, 0.9, 40.0,
+                    1 + 19 * self.random.integers(0, 3, len(space.blocks)).astype(np.float64),
+                    self.column()),
+            "count_uses": (handles, space.owner_segment,
+                           1 + self.random.random(len(space.blocks)), self.column()),
+            "uses": (handles, space.owner_segment, 1 + self.random.random(len(space.blocks)),
+                     self.column(), np.empty(len(handles), np.float32)),
+            "stamp": (handles, 7, self.column(np.int64)),
             "take": (handles, self.column(), np.empty(len(handles), np.float32)),
             "marked": (space.chunks, space.blocks, self.segments, self.column(np.uint8), 2,
                        self.column(np.int64), 3, np.zeros(4, np.int64), np.zeros(room, np.int32),
@@ -71,8 +82,11 @@ class Blocks:
 
 @pytest.mark.parametrize(
     "name",
-    ["scores_of_blocks", "blend", "decay", "count_uses", "take", "marked", "eligible_only"],
-)
+    [
+        "scores_of_blocks", "remember", "lean_forwards", "blend", "age", "count_uses", "uses",
+        "stamp", "take", "marked", "eligible_only",
+    ],
+)  # fmt: skip
 @given(seeds)
 def test_compiled_loop_does_what_its_python_says(name: str, seed: int) -> None:
     compiled: Callable[..., object] = getattr(histories, name)
@@ -80,6 +94,8 @@ def test_compiled_loop_does_what_its_python_says(name: str, seed: int) -> None:
     results = compiled(*ours), getattr(compiled, "py_func", compiled)(*theirs)
     assert results[0] == results[1]
     for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, tuple):
+            mine, other = np.stack(mine), np.stack(other)
         np.testing.assert_allclose(mine, other, rtol=1e-6)
 
 
@@ -120,10 +136,14 @@ def test_a_mean_moves_towards_scores_and_begins_with_the_first(seed: int) -> Non
         for handle, new in zip(blocks.handles(row), scores[row].tolist(), strict=False):
             old = expected[handle]
             if not np.isnan(new):
-                expected[handle] = new if old == -np.inf else 0.75 * old + 0.25 * new
+                part = 0.25 if new > old else 0.125
+                expected[handle] = new if old == -np.inf else (1 - part) * old + part * new
 
     space = blocks.space
-    histories.blend(space.chunks, space.blocks, blocks.segments, scores, np.float32(0.25), column)
+    histories.blend(
+        space.chunks, space.blocks, blocks.segments, scores, np.float32(0.25), np.float32(0.125),
+        column,
+    )  # fmt: skip
 
     np.testing.assert_allclose(column, expected, rtol=1e-5, atol=1e-6)
 
@@ -136,8 +156,37 @@ def test_only_blocks_of_the_segments_decay(seed: int) -> None:
     mine = [handle for row in range(3) for handle in blocks.handles(row)]
     expected[mine] *= np.float32(0.5)
     space = blocks.space
-    histories.decay(space.chunks, space.blocks, blocks.segments, np.float32(0.5), column)
+    factor = np.float64(0.5)
+    histories._multiply(space.chunks, space.blocks, blocks.segments, factor, column)
     np.testing.assert_array_equal(column, expected)
+
+
+@given(seeds, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.sampled_from([1.0, 2.0, 1e3, 1e15]))
+def test_uses_fade_alike_however_large_the_scale_may_grow(
+    seed: int, decay: float, most: float
+) -> None:
+    blocks = Blocks(seed)
+    space, random = blocks.space, blocks.random
+    column, scale = np.zeros(space.handles, np.float32), np.ones(len(space.blocks))
+    mine = np.concatenate([blocks.handles(row) for row in range(3)]).astype(np.int32)
+    expected = np.zeros(space.handles)
+    for _ in range(40):
+        used = random.permutation(mine)[: random.integers(0, len(mine) + 1)]
+        histories.age(space.chunks, space.blocks, blocks.segments, decay, most, scale, column)
+        histories.count_uses(used, space.owner_segment, scale, column)
+        expected *= decay
+        expected[used] += 1
+    found = np.empty(len(mine), np.float32)
+    histories.uses(mine, space.owner_segment, scale, column, found)
+    np.testing.assert_allclose(found, expected[mine], rtol=1e-5, atol=1e-30)
+
+
+def test_a_block_leans_on_a_higher_one_before_it() -> None:
+    """By what that one had itself; a block without a score neither gives nor gets."""
+    scores = np.array([1, 3, -2, np.nan, 0, -5, -6], np.float32)
+    out = np.empty_like(scores)
+    histories.lean_forwards(scores, np.float32(0.2), out)
+    np.testing.assert_allclose(out, [1, 3, -1, np.nan, 0, -4, -5.8], rtol=1e-6)
 
 
 @given(seeds)

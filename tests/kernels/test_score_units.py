@@ -40,7 +40,7 @@ def run(
     logits = np.full((len(query), query.shape[1], units.shape[1]), np.nan, np.float32)
     operations = reference if backend == "torch" else kernels
     operations.dot_logits(query, units, counts, scale, logits)
-    operations.combine_heads(logits, counts, sizes, 1.0, aggregate, True, 1, out)
+    operations.combine_heads(logits, counts, sizes, 1.0, None, aggregate, True, 1, out)
     return out
 
 

@@ -259,12 +259,23 @@ def test_removing_and_installing_leave_lists_and_tables_in_step(seed: int) -> No
     assert sorted(directory.handle_of[directory.handle_of >= 0].tolist()) == sorted(held)
 
 
+RANKS = [
+    st.integers(0, 4).map(float),
+    st.floats(-30, 5, width=32),
+    st.sampled_from([-np.inf, -1.0, 0.0, 1e-45, 3e38, np.inf]),
+]
+
+
 @given(
-    st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=40), max_size=4),
+    st.sampled_from(RANKS).flatmap(
+        lambda ranks: st.lists(
+            st.lists(st.tuples(ranks, st.integers(0, 2)), max_size=300), max_size=4
+        )
+    ),
     st.data(),
 )
 def test_lowest_takes_the_first_of_a_sorted_list(
-    rows: list[list[tuple[int, int]]], data: st.DataObject
+    rows: list[list[tuple[float, int]]], data: st.DataObject
 ) -> None:
     need = [data.draw(st.integers(0, len(row))) for row in rows]
     entries = [entry for row in rows for entry in row]

@@ -59,11 +59,16 @@ def outside_the_best(pool: int) -> Rank:
     return rank
 
 
-def mean(values: list[float], alpha: float) -> np.float32:
-    """Exponentially weighted, in single precision; begins with the first value."""
-    total, weight = np.float32(values[0]), np.float32(alpha)
+def mean(values: list[float], rise: float, fall: float | None = None) -> np.float32:
+    """Exponentially weighted, in single precision; begins with the first value.
+
+    fall: the weight of a value below the mean, if it is another.
+    """
+    total = np.float32(values[0])
     for value in values[1:]:
-        total = np.float32(total + weight * (np.float32(value) - total))
+        way = np.float32(value) - total
+        weight = np.float32(rise if way > 0 or fall is None else fall)
+        total = np.float32(total + weight * way)
     return total
 
 
@@ -98,7 +103,14 @@ def lowest_margin_and_uses_first(step: Step, block: int) -> tuple[float, ...]:
 
 def lowest_blend_first(step: Step, block: int) -> tuple[float, ...]:
     scores = [max(scores[block], -20.72) for scores in step.past]
-    fast, slow = mean(scores, 0.6), mean(scores, 0.1)
+    if block > 0:
+        before = [max(scores[block - 1], -20.72) for scores in step.past]
+        lean = np.float32(0.2)
+        scores = [
+            float(np.float32(own) + lean * np.maximum(np.float32(left) - np.float32(own), 0))
+            for own, left in zip(scores, before, strict=True)
+        ]
+    fast, slow = mean(scores, 0.6), mean(scores, 0.1, 0.04)
     log_uses = np.log(np.float32(uses(step, block, 0.9) + np.float32(0.05)))
     share = np.float32(0.65)
     blended = share * fast + (1 - share) * slow + np.float32(0.15) * log_uses

@@ -119,6 +119,21 @@ class IndexTests(ABC):
             assert (units >= 0).all()
             assert np.isfinite(everything.unit_scores[row, units]).all()
 
+    def test_scores_are_parts_of_the_attention_to_all_tokens(self, setting: IndexSetting) -> None:
+        """Nothing beside, said or not, is the same; as much beside each head takes as much."""
+        index, budgets = self._filled(setting, [9, 30]), _ids([4, 7])
+        query = _query(setting, 2)
+        alone = _frozen(index.select(query, budgets))
+        beside = np.full((2, setting.group), -np.inf, np.float32)
+        assert _frozen(index.select(query, budgets, beside)) == alone
+        crowded = index.select(query, budgets, np.full_like(beside, 100))
+        more = index.select(query, budgets, np.full_like(beside, 102))
+        if index.gives_scores:
+            assert _rows(more) == _rows(crowded)
+            less = crowded.scores - more.scores
+            # Scores that are no parts, such as logits, do not change.
+            np.testing.assert_allclose(less, 2.0 if less.any() else 0.0, atol=1e-3)
+
     def test_rows_grow_in_pieces_of_any_size(self, setting: IndexSetting) -> None:
         index = self._filled(setting, [2, 0])
         for row, count in ((0, 1), (1, 30), (0, 17), (1, 1)):

@@ -46,7 +46,8 @@ class PolicyTraceTests(ABC):
     ----------
     is_stack: whether what a cache holds is always held by a larger one, too (LRU).
     sees_handles: whether decisions depend on the numbers that blocks have, as where a sample of the
-        blocks is followed; then other numbers may have other victims.
+        blocks is followed, or blocks learn from the one before them; then other numbers may have
+        other victims.
     """
 
     is_stack: ClassVar[bool] = False
