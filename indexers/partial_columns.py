@@ -77,7 +77,8 @@ class PartialColumnsIndex(ScoringIndex):
     def _pages(self, turned: torch.Tensor) -> torch.Tensor:
         # Turning may carry a key out of the range of its type.
         largest = torch.finfo(self.shape.dtype).max
-        return turned.unflatten(1, (-1, self.page_tokens)).mean(2).clamp(-largest, largest)
+        pages: torch.Tensor = turned.unflatten(1, (-1, self.page_tokens)).mean(2)
+        return pages.clamp(-largest, largest)
 
     def _kind(self) -> npt.NDArray[np.str_]:
         return np.array(f"{super()._kind()} by {self.kept_columns} columns")
@@ -99,7 +100,8 @@ def skew(vectors: torch.Tensor) -> torch.Tensor:
     """
     peak = vectors.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = vectors.double() / peak
-    return torch.linalg.eigh(scaled.mT @ scaled).eigenvectors.float()
+    vectors = torch.linalg.eigh(scaled.mT @ scaled)[1]
+    return vectors.float()
 
 
 def _column_weights(turned: torch.Tensor) -> torch.Tensor:
@@ -126,7 +128,8 @@ def next_queries(
     weight, bias: [Hkv * G * d, D] and [Hkv * G * d] of the next layer's query projection.
     group, dim: G and d. cos, sin: [B, h], rotary tables of the positions asked from.
     """
-    queries = torch.nn.functional.linear(hidden, weight, bias).unflatten(1, (-1, group, dim))
+    queries: torch.Tensor = torch.nn.functional.linear(hidden, weight, bias)
+    queries = queries.unflatten(1, (-1, group, dim))
     if cos is not None and sin is not None:
         queries = rotate(queries, cos[:, None, None], sin[:, None, None])
     return queries.flatten(0, 1)

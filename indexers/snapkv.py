@@ -16,10 +16,15 @@ from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, S
 from tierstore.kernels.element import to_array
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierstore.interfaces import Scores
     from tierstore.kernels.element import Array
 
-POOLS = {"avg": functional.avg_pool1d, "max": functional.max_pool1d}
+POOLS: dict[str, Callable[..., torch.Tensor]] = {
+    "avg": functional.avg_pool1d,
+    "max": functional.max_pool1d,
+}
 
 
 class SnapKVIndex(ScoringIndex):
@@ -111,7 +116,8 @@ def window_scores(
         (q.float() @ k.float().T * scale).softmax(-1).sum(-2)
         for q, k in zip(queries, keys, strict=True)
     ]
-    return POOLS[pool](torch.stack(summed), kernel, stride=1, padding=kernel // 2)
+    smoothed: torch.Tensor = POOLS[pool](torch.stack(summed), kernel, stride=1, padding=kernel // 2)
+    return smoothed
 
 
 def _check_pool(pool: str, kernel: int) -> None:
