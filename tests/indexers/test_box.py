@@ -67,7 +67,8 @@ def test_all_heads_of_a_sequence_select_alike_by_the_mean_of_raw_scores() -> Non
         radius = abs(pages - centre[..., None, :]).mean(3)
         q = query[2 * sequence : 2 * sequence + 2].double().numpy()[:, :, None]
         scores = np.maximum(q * (centre + radius), q * (centre - radius)).sum(-1).mean((0, 1))
-        (ids, own), (others, same) = found[2 * sequence : 2 * sequence + 2]
-        assert (ids, own) == (others, same)
+        first, second = found[2 * sequence : 2 * sequence + 2]
+        assert first == second
+        ids, picked = first
         assert_best(ids, scores * scale, [5, 4][sequence], tolerance=1e-5)
-        np.testing.assert_allclose(own, scores[ids] * scale, atol=1e-5)
+        np.testing.assert_allclose(picked, scores[ids] * scale, atol=1e-5)

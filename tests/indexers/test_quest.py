@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -91,7 +93,7 @@ def test_the_last_page_comes_first_as_pages_come_and_go(rule: Rule | None) -> No
     keys = [randn(n * BLOCK_TOKENS, DIM, seed=n) for n in (9, 5)]
     for own in keys:
         own[-BLOCK_TOKENS:] = 0
-    index = add_rows(make_index(QuestIndex, rule=rule), keys)
+    index = add_rows(make_index(partial(QuestIndex, rule=rule)), keys)
     index.add_rows(np.array([2], np.int32))
     query = randn(3, 2, DIM, seed=0)
 
