@@ -1,12 +1,18 @@
 """How critical blocks are found: one index per file."""
 
+from tierstore.indexers.box import StatisticalBoxIndex
 from tierstore.indexers.chunk_mean import ChunkMeanIndex
 from tierstore.indexers.columns import Column
 from tierstore.indexers.everything import Everything
 from tierstore.indexers.exact import ExactIndex
 from tierstore.indexers.hierarchical import HierarchicalIndex
+from tierstore.indexers.low_rank import LowRankKeys
+from tierstore.indexers.partial_columns import PartialColumnsIndex, next_queries, skew
+from tierstore.indexers.quest import QuestIndex
 from tierstore.indexers.rules import Rule
 from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
+from tierstore.indexers.shadow import ShadowKVIndex
+from tierstore.indexers.snapkv import SnapKVIndex, window_scores
 
 __all__ = [
     "ChunkMeanIndex",
@@ -15,8 +21,17 @@ __all__ = [
     "ExactIndex",
     "HierarchicalIndex",
     "IndexShape",
+    "LowRankKeys",
     "NewTokens",
+    "PartialColumnsIndex",
+    "QuestIndex",
     "Representatives",
     "Rule",
     "ScoringIndex",
+    "ShadowKVIndex",
+    "SnapKVIndex",
+    "StatisticalBoxIndex",
+    "next_queries",
+    "skew",
+    "window_scores",
 ]

@@ -143,6 +143,11 @@ class ScoringIndex(Index):
         kernels.dot_logits(query, self.data["vectors"], self.units, self.shape.scale, out)
 
     @property
+    def sizes(self) -> Array | None:
+        """float32 [R, u] tokens of each unit, 0 for one not to be scored; None if all are pages."""
+        return self.data["sizes"] if self.is_coarse else None
+
+    @property
     def units(self) -> Ids:
         """Units of each row."""
         return self.data["units"]
@@ -256,7 +261,7 @@ class ScoringIndex(Index):
             tables = (self.blocks, one_each, unit_of, unit_of)
         if self.rule.threshold is not None:
             budgets = self._within(self.rule.threshold, scores, tables[0], tables[1], budgets)
-        budgets = np.minimum(budgets + self.kept, self.blocks)
+        budgets = np.minimum(np.maximum(budgets, self.least) + self.kept, self.blocks)
         total = int(budgets.sum())
         row_ptr: Pointers = array("row pointers", (len(budgets) + 1,), np.int64)
         ids: Ids = array("ids", (total,), np.int32)
@@ -273,9 +278,8 @@ class ScoringIndex(Index):
         logits = array("unit logits", (rows, self.shape.group, width), np.float32)
         self.logits(query, logits)
         scores: Scores = array("unit scores", (rows, width), np.float32)
-        sizes = self.data["sizes"] if self.is_coarse else None
         kernels.combine_heads(
-            logits, self.units, sizes, float(self.page_tokens), beside, self.rule.aggregate,
+            logits, self.units, self.sizes, float(self.page_tokens), beside, self.rule.aggregate,
             self.rule.softmax, self.shape.heads, scores,
         )  # fmt: skip
         return scores if is_host(scores) else to_tensor(scores).cpu().numpy()

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tierstore.kernels.operations import (
         attend_blocks,
+        attend_low_rank,
         backend_of,
+        box_logits,
         combine_heads,
         dot_logits,
         pool_pages,
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockShape",
     "attend_blocks",
+    "attend_low_rank",
     "backend_of",
+    "box_logits",
     "combine_heads",
     "dot_logits",
     "pool_pages",

@@ -17,7 +17,9 @@ except ImportError:  # Numba has no build for every Python; plain torch then ser
 __all__ = [
     "BlockShape",
     "attend_blocks",
+    "attend_low_rank",
     "backend_of",
+    "box_logits",
     "combine_heads",
     "dot_logits",
     "pool_pages",
@@ -76,6 +78,81 @@ def attend_blocks(
                                    strip_value, strip_length, np.float32(scale), merge, out, lse,
                                    weights),
     )  # fmt: skip
+
+
+def attend_low_rank(
+    query: Array,
+    left: Array,
+    right: Array,
+    cos: Array,
+    sin: Array,
+    pool: Array,
+    shape: BlockShape,
+    row_ptr: Array,
+    blocks: Array,
+    slots: Array,
+    valid: Array,
+    scale: float,
+    out: Array,
+    lse: Array,
+    weights: Array,
+    *,
+    merge: bool = False,
+) -> None:
+    """Attention of each row over blocks whose keys are rebuilt and whose values are exact.
+
+    The key of token t in row r is ``left[r // H, t] @ right[r]``, H the rows of a sequence, turned
+    to its position by ``cos[t]`` and ``sin[t]`` (ShadowKV).
+
+    Parameters
+    ----------
+    query: [R, G, d] elements.
+    left, right: [sequences, n, k] and [R, k, d] elements.
+    cos, sin: float32 [n, h] of the tokens' positions, as `tierstore.kernels.rotary` takes them;
+        h = 0 for keys that need no turning.
+    pool, shape: the values' tier, and where values stand in a block; the keys there are not read.
+    row_ptr, blocks, slots, valid: int64 [R + 1]; int32 [m] numbers of the blocks, which say what
+        tokens they hold; int32 [m]; uint8 [m].
+    out, lse, weights, merge: as for `attend_blocks`; weights needs no room for strips.
+    """
+    if backend_of(pool) == "torch":
+        reference.attend_low_rank(query, left, right, cos, sin, pool, shape, row_ptr, blocks,
+                                  slots, valid, scale, out, lse, merge=merge)  # fmt: skip
+        return
+    rank = left.shape[2]
+    kernel = cpu.low_rank_kernel(
+        query.shape[1], shape.tokens, shape.key_dim, shape.value_dim, rank, cos.shape[1]
+    )
+    over_rows(
+        query.shape[0],
+        blocks.shape[0] * shape.tokens * shape.key_dim * (rank + query.shape[1]),
+        lambda first, last: kernel(query, left, right, cos, sin, pool, shape.value_offset, first,
+                                   last, row_ptr, blocks, slots, valid, np.float32(scale), merge,
+                                   out, lse, weights),
+    )  # fmt: skip
+
+
+def box_logits(
+    query: Array, high: Array, low: Array, counts: Array, scale: float, out: Array
+) -> None:
+    """Scaled ``sum_i max(q_i * high_i, q_i * low_i)`` of every query with every box of its row.
+
+    No key within a box has a larger dot product with the query.
+
+    Parameters
+    ----------
+    query: [R, G, d] elements. high, low: [R, u, d] elements, high >= low. counts: int32 [R].
+    scale: positive. out: float32 [R, G, u]; places behind a row's units are left as they are.
+    """
+    if backend_of(high) == "torch":
+        reference.box_logits(query, high, low, counts, scale, out)
+        return
+    kernel = cpu.box_kernel(query.shape[1], query.shape[2])
+    over_rows(
+        query.shape[0],
+        2 * int(counts.sum()) * query.shape[1] * query.shape[2],
+        lambda first, last: kernel(query, high, low, first, last, counts, np.float32(scale), out),
+    )
 
 
 def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Array) -> None:

@@ -8,6 +8,7 @@ import math
 import torch
 
 from tierstore.kernels.element import Array, to_tensor
+from tierstore.kernels.rotary import rotate
 from tierstore.kernels.shape import BlockShape
 
 
@@ -75,6 +76,54 @@ def merge_partials(
     safe = lse.masked_fill(lse.isneginf(), 0.0)
     a, b = torch.exp(first_lse - safe)[..., None], torch.exp(second_lse - safe)[..., None]
     return a * first + b * second, lse
+
+
+def attend_low_rank(
+    query: Array,
+    left: Array,
+    right: Array,
+    cos: Array,
+    sin: Array,
+    pool: Array,
+    shape: BlockShape,
+    row_ptr: Array,
+    blocks: Array,
+    slots: Array,
+    valid: Array,
+    scale: float,
+    out: Array,
+    lse: Array,
+    *,
+    merge: bool,
+) -> None:
+    q, all_blocks, u, factors = (to_tensor(a) for a in (query, pool, left, right))
+    turn, result, sums = (to_tensor(cos), to_tensor(sin)), to_tensor(out), to_tensor(lse)
+    heads = len(factors) // len(u)
+    of = torch.arange(shape.tokens)
+    for row in range(q.shape[0]):
+        chosen = slice(int(row_ptr[row]), int(row_ptr[row + 1]))
+        live = of < to_tensor(valid)[chosen, None].cpu()
+        tokens = (to_tensor(blocks)[chosen, None].cpu() * shape.tokens + of)[live].to(q.device)
+        k = u[row // heads, tokens].float() @ factors[row].float()
+        k = rotate(k, turn[0][tokens], turn[1][tokens])
+        values = shape.values(all_blocks[to_tensor(slots)[chosen].to(q.device, torch.int64)])
+        v = values[live.to(q.device)].float()
+        part, part_lse = partial_attention(q[row].float() * scale, k, v)
+        if merge:
+            part, part_lse = merge_partials(result[row].float(), sums[row], part, part_lse)
+        result[row] = part.to(result.dtype)
+        sums[row] = part_lse
+
+
+def box_logits(
+    query: Array, high: Array, low: Array, counts: Array, scale: float, out: Array
+) -> None:
+    q, hi, lo, result = (to_tensor(a) for a in (query, high, low, out))
+    for row, n in enumerate(counts.tolist()):
+        own = q[row].float()[:, None] * scale
+        result[row, :, :n] = torch.maximum(
+            own * hi[row, :n].float(), own * lo[row, :n].float()
+        ).sum(-1)
 
 
 def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Array) -> None:

@@ -17,7 +17,13 @@ class BlockShape:
     def keys_and_values(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [n, tokens, key_dim] and [n, tokens, value_dim] of blocks [n, elements]."""
         key_end = self.tokens * self.key_dim
-        value_end = self.value_offset + self.tokens * self.value_dim
         key = blocks[:, :key_end].unflatten(1, (self.tokens, self.key_dim))
-        value = blocks[:, self.value_offset : value_end].unflatten(1, (self.tokens, self.value_dim))
-        return key, value
+        return key, self.values(blocks)
+
+    def values(self, blocks: torch.Tensor) -> torch.Tensor:
+        """A view [n, tokens, value_dim] of the values of blocks [n, elements]."""
+        value_end = self.value_offset + self.tokens * self.value_dim
+        value: torch.Tensor = blocks[:, self.value_offset : value_end].unflatten(
+            1, (self.tokens, self.value_dim)
+        )
+        return value

@@ -310,6 +310,11 @@ class Index(ABC):
         """Blocks of each row, int32 [R], that every step selects beside its budget."""
         return 0
 
+    @property
+    def least(self) -> int:
+        """Blocks that every step selects of each row, also where its budget is smaller."""
+        return 0
+
     @abstractmethod
     def add_rows(self, segments: Ids) -> None:
         """Empty rows for `segments`, after those there are."""
@@ -328,6 +333,8 @@ class Index(ABC):
     @abstractmethod
     def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         """At most ``budgets[r]`` blocks for each row, and `kept` ones; all if there are no more.
+
+        An index with a threshold of its own may select fewer.
 
         query: [R, G, d] elements. beside: float32 [R, G], log-sum-exp of the logits of the tokens
         that are attended in any case and are no part of a block; None for no such tokens. A score

@@ -1,6 +1,7 @@
 """Numba kernels over NumPy arrays: they release the GIL and are cached on disk."""
 
 from tierstore.kernels.cpu.attend import attend_kernel
+from tierstore.kernels.cpu.boxes import box_kernel
 from tierstore.kernels.cpu.combine import (
     NO_FLAGS,
     NO_SIZES,
@@ -10,6 +11,7 @@ from tierstore.kernels.cpu.combine import (
     rank_heads,
 )
 from tierstore.kernels.cpu.logits import dot_kernel, weigh_kernel
+from tierstore.kernels.cpu.low_rank import low_rank_kernel
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
@@ -17,8 +19,10 @@ __all__ = [
     "NO_SIZES",
     "NO_UNITS",
     "attend_kernel",
+    "box_kernel",
     "combine_kernel",
     "dot_kernel",
+    "low_rank_kernel",
     "pool",
     "rank_heads",
     "select",

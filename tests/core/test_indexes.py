@@ -13,7 +13,13 @@ from tierstore.indexers import (
     ExactIndex,
     HierarchicalIndex,
     IndexShape,
+    PartialColumnsIndex,
+    QuestIndex,
+    Rule,
     ScoringIndex,
+    ShadowKVIndex,
+    SnapKVIndex,
+    StatisticalBoxIndex,
 )
 from tierstore.interfaces import IndexContext
 from tierstore.memory import Memory
@@ -53,6 +59,42 @@ class TestHierarchicalIndexInShortStretches(IndexTests):
         return HierarchicalIndex(
             shape_of(setting), tokens_per_centroid=6, segment_tokens=20, iterations=2
         )
+
+
+class TestQuestIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> QuestIndex:
+        return QuestIndex(shape_of(setting))
+
+
+class TestQuestIndexInSmallPages(IndexTests):
+    def make_index(self, setting: IndexSetting) -> QuestIndex:
+        rule = Rule("mean_group", softmax=False)
+        return QuestIndex(shape_of(setting), page_tokens=2, rule=rule)
+
+
+class TestStatisticalBoxIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> StatisticalBoxIndex:
+        return StatisticalBoxIndex(shape_of(setting))
+
+
+class TestShadowKVIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> ShadowKVIndex:
+        return ShadowKVIndex(shape_of(setting))
+
+
+class TestShadowKVIndexInSmallPages(IndexTests):
+    def make_index(self, setting: IndexSetting) -> ShadowKVIndex:
+        return ShadowKVIndex(shape_of(setting), page_tokens=2, outliers=3)
+
+
+class TestSnapKVIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> SnapKVIndex:
+        return SnapKVIndex(shape_of(setting))
+
+
+class TestPartialColumnsIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> PartialColumnsIndex:
+        return PartialColumnsIndex(shape_of(setting), rule=Rule("mean_group", softmax=False))
 
 
 class TestEverything(IndexTests):

@@ -88,12 +88,15 @@ class IndexTests(ABC):
         setting = IndexSetting(Memory(1 << 22))
         index = self._filled(setting, [blocks for blocks, _ in rows], seed)
         budgets = [budget for _, budget in rows]
-        self._check(_select(index, setting, budgets, seed), [n for n, _ in rows], budgets)
+        self._check(index, _select(index, setting, budgets, seed), [n for n, _ in rows], budgets)
 
-    def _check(self, selection: Selection, blocks: list[int], budgets: list[int]) -> None:
+    def _check(
+        self, index: Index, selection: Selection, blocks: list[int], budgets: list[int]
+    ) -> None:
         assert selection.row_ptr[0] == 0
         assert selection.row_ptr[-1] == len(selection.ids) == len(selection.scores)
-        for ids, count, budget in zip(_rows(selection), blocks, budgets, strict=True):
+        most = np.maximum(budgets, index.least) + index.kept
+        for ids, count, budget in zip(_rows(selection), blocks, most.tolist(), strict=True):
             assert len(set(ids)) == len(ids), "a block is selected twice"
             assert all(0 <= block < count for block in ids)
             assert len(ids) <= (count if self.ignores_budget else min(budget, count))
@@ -138,7 +141,7 @@ class IndexTests(ABC):
         index = self._filled(setting, [2, 0])
         for row, count in ((0, 1), (1, 30), (0, 17), (1, 1)):
             _extend(index, setting, slice(row, row + 1), count, seed=count)
-        self._check(_select(index, setting, [6, 50]), [20, 31], [6, 50])
+        self._check(index, _select(index, setting, [6, 50]), [20, 31], [6, 50])
         assert [len(row) for row in _rows(_select(index, setting, [99, 99]))] == [20, 31]
 
     def test_rows_may_be_added_later(self, setting: IndexSetting) -> None:
@@ -152,7 +155,7 @@ class IndexTests(ABC):
         index.truncate(slice(0, 2), 7)
         index.truncate(slice(1, 2), 0)
         index.truncate(slice(2, 3), 50)
-        self._check(_select(index, setting, [3, 3, 3]), [7, 0, 20], [3, 3, 3])
+        self._check(index, _select(index, setting, [3, 3, 3]), [7, 0, 20], [3, 3, 3])
         assert [len(row) for row in _rows(_select(index, setting, [99] * 3))] == [7, 0, 20]
         for row in range(2):
             _extend(index, setting, slice(row, row + 1), 4)
@@ -224,7 +227,7 @@ class IndexTests(ABC):
             index.extend(slice(row, row + 1), key, key, IndexContext())
         for budgets in ([1, 5], [0, 1], [1, 12]):
             selection = _select(index, setting, budgets)
-            self._check(selection, blocks, budgets)
+            self._check(index, selection, blocks, budgets)
             for ids, budget in zip(_rows(selection), budgets, strict=True):
                 assert ids or not budget
 
