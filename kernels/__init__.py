@@ -17,7 +17,10 @@ if TYPE_CHECKING:
         backend_of,
         combine_heads,
         dot_logits,
+        nearest_centroids,
+        pack_codes,
         pool_pages,
+        pq_logits,
         select_blocks,
     )
     from tierstore.kernels.shape import BlockShape
@@ -28,7 +31,10 @@ __all__ = [
     "backend_of",
     "combine_heads",
     "dot_logits",
+    "nearest_centroids",
+    "pack_codes",
     "pool_pages",
+    "pq_logits",
     "select_blocks",
 ]
 

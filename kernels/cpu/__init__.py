@@ -10,6 +10,7 @@ from tierstore.kernels.cpu.combine import (
     rank_heads,
 )
 from tierstore.kernels.cpu.logits import dot_kernel
+from tierstore.kernels.cpu.pq import lookup_kernel, nearest_kernel, pack
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "attend_kernel",
     "combine_kernel",
     "dot_kernel",
+    "lookup_kernel",
+    "nearest_kernel",
+    "pack",
     "pool",
     "rank_heads",
     "select",
