@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tierstore.errors import ConfigError
 from tierstore.kernels import operations
 
 METRICS = "inner", "cosine", "l2"
@@ -70,14 +69,14 @@ def kmeans(
 
 def _check(n: int, clusters: int, metric: str, init: str, segments: int) -> None:
     if metric not in METRICS or init not in STARTS:
-        raise ConfigError(
+        raise ValueError(
             f"metric={metric!r}, init={init!r}: expected one of {', '.join(METRICS)}, "
             f"and one of {', '.join(STARTS)}"
         )
     if not 1 <= clusters <= n:
-        raise ConfigError(f"clusters={clusters}: expected 1 to the number of points, {n}")
+        raise ValueError(f"clusters={clusters}: expected 1 to the number of points, {n}")
     if segments < 1 or n % segments or clusters % segments:
-        raise ConfigError(
+        raise ValueError(
             f"segments={segments}: expected a divisor of the {n} points and {clusters} clusters"
         )
 

@@ -13,7 +13,9 @@ from tierstore.indexers import (
     ExactIndex,
     HierarchicalIndex,
     IndexShape,
+    PQIndex,
     ScoringIndex,
+    WeightedPQIndex,
 )
 from tierstore.interfaces import IndexContext
 from tierstore.memory import Memory
@@ -53,6 +55,21 @@ class TestHierarchicalIndexInShortStretches(IndexTests):
         return HierarchicalIndex(
             shape_of(setting), tokens_per_centroid=6, segment_tokens=20, iterations=2
         )
+
+
+class TestPQIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> PQIndex:
+        return PQIndex(shape_of(setting))
+
+
+class TestPQIndexByInnerProducts(IndexTests):
+    def make_index(self, setting: IndexSetting) -> PQIndex:
+        return PQIndex(shape_of(setting), parts=4, bits=8, metric="inner", training_tokens=100)
+
+
+class TestWeightedPQIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> WeightedPQIndex:
+        return WeightedPQIndex(shape_of(setting))
 
 
 class TestEverything(IndexTests):
