@@ -1,4 +1,4 @@
-"""PQCache's index: keys cut into parts, each part replaced by the number of its nearest codeword."""
+"""PQCache's index: keys cut into parts, each replaced by the number of its nearest codeword."""
 
 from __future__ import annotations
 

@@ -96,11 +96,12 @@ class WeightedPQIndex(PQIndex):
         return (axes * roots) @ turned, (axes / roots) @ turned
 
     def _axes(self, moments: torch.Tensor) -> torch.Tensor:
-        """The strongest axes [R', dims, d], dealt to the parts to and fro."""
+        """The strongest axes [R', dims, d], dealt to the parts forth and back."""
         vectors = torch.linalg.eigh(moments).eigenvectors.flip(2)[..., : self.dims]
         hands = torch.arange(self.dims, device=moments.device).view(-1, self.parts)
         hands[1::2] = hands[1::2].flip(1)
-        return vectors[..., hands.T.flatten()].transpose(1, 2)
+        axes: torch.Tensor = vectors[..., hands.T.flatten()].transpose(1, 2)
+        return axes
 
     def coded(self, keys: torch.Tensor, fitted: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return keys @ fitted["key_basis"].float().transpose(1, 2) - fitted["centre"][:, None]

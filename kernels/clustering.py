@@ -103,14 +103,12 @@ def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch
     return nearest(points, centroids, centroids.new_zeros(centroids.shape[:2]))
 
 
-def nearest(
-    points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
+def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """int64 [R, n] as `tierstore.kernels.nearest_centroids` says, for float32 tensors."""
     if points.device.type == "cpu" and points.shape[2] <= _NARROW:
         found = torch.empty(points.shape[:2], dtype=torch.int64)
-        arrays = (a.contiguous().numpy() for a in (points, centroids, offsets))
-        operations.nearest_centroids(*arrays, found.numpy())
+        p, c, o = (a.contiguous().numpy() for a in (points, centroids, offsets))
+        operations.nearest_centroids(p, c, o, found.numpy())
         return found
     scores = torch.baddbmm(offsets[:, None], points, centroids.transpose(1, 2))
     # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
