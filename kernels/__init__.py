@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tierstore.kernels.operations import (
         attend_blocks,
         backend_of,
+        cluster_sums,
         combine_heads,
         dot_logits,
         nearest_centroids,
@@ -29,6 +30,7 @@ __all__ = [
     "BlockShape",
     "attend_blocks",
     "backend_of",
+    "cluster_sums",
     "combine_heads",
     "dot_logits",
     "nearest_centroids",

@@ -105,7 +105,7 @@ def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """int64 [R, n] as `tierstore.kernels.nearest_centroids` says, for float32 tensors."""
-    if points.device.type == "cpu" and points.shape[2] <= _NARROW:
+    if _is_for_kernel(points):
         found = torch.empty(points.shape[:2], dtype=torch.int64)
         p, c, o = (a.contiguous().numpy() for a in (points, centroids, offsets))
         operations.nearest_centroids(p, c, o, found.numpy())
@@ -115,15 +115,27 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
     return scores.max(-1).indices
 
 
+def _is_for_kernel(points: torch.Tensor) -> bool:
+    return points.device.type == "cpu" and points.shape[2] <= _NARROW
+
+
 def cluster_means(
     points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
 ) -> torch.Tensor:
     """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`."""
     rows, clusters, dim = fallback.shape
-    offsets = torch.arange(rows, device=points.device)[:, None] * clusters
-    flat = (assignment + offsets).reshape(-1)
-    sizes = torch.bincount(flat, minlength=rows * clusters).view(rows, clusters, 1)
-    sums = torch.zeros(rows * clusters, dim, device=points.device)
-    sums.index_add_(0, flat, points.reshape(-1, dim))
-    means = sums.view(rows, clusters, dim) / sizes.clamp(min=1)
+    if _is_for_kernel(points):
+        sums, sizes = (
+            torch.empty(rows, clusters, dim),
+            torch.empty((rows, clusters), dtype=torch.int64),
+        )
+        arrays = points.contiguous().numpy(), assignment.numpy(), sums.numpy(), sizes.numpy()
+        operations.cluster_sums(*arrays)
+    else:
+        flat = (assignment + torch.arange(rows, device=points.device)[:, None] * clusters).flatten()
+        sizes = torch.bincount(flat, minlength=rows * clusters).view(rows, clusters)
+        sums = points.new_zeros(rows, clusters, dim)
+        sums.view(-1, dim).index_add_(0, flat, points.reshape(-1, dim))
+    sizes = sizes[..., None]
+    means = sums / sizes.clamp(min=1)
     return torch.where(sizes > 0, means, fallback.float())

@@ -18,6 +18,7 @@ __all__ = [
     "BlockShape",
     "attend_blocks",
     "backend_of",
+    "cluster_sums",
     "combine_heads",
     "dot_logits",
     "nearest_centroids",
@@ -231,6 +232,23 @@ def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Arra
         points.shape[0],
         points.size * centroids.shape[1],
         lambda first, last: kernel(points, centroids, offsets, first, last, out),
+    )
+
+
+def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> None:
+    """Sum up the points of each cluster, and count them.
+
+    Parameters
+    ----------
+    points, labels: float32 [R, n, d]; int64 [R, n]. sums, sizes: float32 [R, k, d]; int64 [R, k].
+    """
+    if backend_of(points) == "torch":
+        reference.cluster_sums(points, labels, sums, sizes)
+        return
+    over_rows(
+        points.shape[0],
+        points.size,
+        lambda first, last: cpu.add_up(points, labels, first, last, sums, sizes),
     )
 
 

@@ -194,6 +194,14 @@ def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Arra
     to_tensor(out).copy_(torch.baddbmm(o[:, None], p, c.transpose(1, 2)).max(-1).indices)
 
 
+def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> None:
+    p, own, total, count = (to_tensor(a) for a in (points, labels, sums, sizes))
+    rows, clusters, dim = total.shape
+    flat = (own + torch.arange(rows, device=p.device)[:, None] * clusters).flatten()
+    count.copy_(torch.bincount(flat, minlength=rows * clusters).view(rows, clusters))
+    total.zero_().view(-1, dim).index_add_(0, flat, p.reshape(-1, dim))
+
+
 def pack_codes(codes: Array, first: int, packed: Array) -> None:
     own, words = to_tensor(codes).long(), to_tensor(packed)
     tokens = torch.arange(first, first + own.shape[1], device=words.device)

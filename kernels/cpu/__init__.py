@@ -10,13 +10,14 @@ from tierstore.kernels.cpu.combine import (
     rank_heads,
 )
 from tierstore.kernels.cpu.logits import dot_kernel
-from tierstore.kernels.cpu.pq import lookup_kernel, nearest_kernel, pack
+from tierstore.kernels.cpu.pq import add_up, lookup_kernel, nearest_kernel, pack
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
     "NO_FLAGS",
     "NO_SIZES",
     "NO_UNITS",
+    "add_up",
     "attend_kernel",
     "combine_kernel",
     "dot_kernel",

@@ -46,6 +46,19 @@ def nearest_kernel(dim):
 
 
 @njit(cache=True, nogil=True)
+def add_up(points, labels, first_row, last_row, sums, sizes):
+    """Sums and sizes of clusters; see `tierstore.kernels.cluster_sums`."""
+    for row in range(first_row, last_row):
+        sums[row] = 0
+        sizes[row] = 0
+        for i in range(points.shape[1]):
+            c = labels[row, i]
+            sizes[row, c] += 1
+            for j in range(points.shape[2]):
+                sums[row, c, j] += points[row, i, j]
+
+
+@njit(cache=True, nogil=True)
 def pack(codes, first, packed):
     """Write codes of tokens from number `first` on; see `tierstore.kernels.pack_codes`."""
     one = np.int64(1)

@@ -70,6 +70,22 @@ def test_the_best_centroid_is_found(backend: object, n: int, clusters: int, seed
     np.testing.assert_allclose(chosen, fits.max(2), atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [kernels.cluster_sums, reference.cluster_sums])
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_points_are_summed_up_by_cluster(backend: object, n: int, clusters: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    points = generator.normal(size=(2, n, 3)).astype(np.float32)
+    labels = generator.integers(0, clusters, (2, n))
+    sums, sizes = np.full((2, clusters, 3), np.nan, np.float32), np.full((2, clusters), -1)
+
+    backend(points, labels, sums, sizes)  # type: ignore[operator]
+
+    members = labels[..., None] == np.arange(clusters)
+    np.testing.assert_array_equal(sizes, members.sum(1))
+    expected = np.einsum("rnk,rnd->rkd", members.astype(float), points.astype(float))
+    np.testing.assert_allclose(sums, expected, atol=1e-5)
+
+
 def test_of_equal_centroids_the_first_is_taken() -> None:
     found = np.empty((1, 3), np.uint8)
     ones = np.ones((1, 70, 4), np.float32)
