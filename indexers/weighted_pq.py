@@ -47,8 +47,8 @@ class WeightedPQIndex(PQIndex):
         dims: int | None = None,
         parts: int = 8,
         bits: int = 6,
-        iterations: int = 6,
-        training_tokens: int | None = 2048,
+        iterations: int = 4,
+        training_tokens: int | None = None,
         rule: Rule | None = None,
     ) -> None:
         self.dims = min(32, shape.dim) if dims is None else dims
