@@ -8,11 +8,13 @@ from tierstore.indexers.exact import ExactIndex
 from tierstore.indexers.hierarchical import HierarchicalIndex
 from tierstore.indexers.low_rank import LowRankKeys
 from tierstore.indexers.partial_columns import PartialColumnsIndex, next_queries, skew
+from tierstore.indexers.pq import PQIndex
 from tierstore.indexers.quest import QuestIndex
 from tierstore.indexers.rules import Rule
 from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
 from tierstore.indexers.shadow import ShadowKVIndex
 from tierstore.indexers.snapkv import SnapKVIndex, window_scores
+from tierstore.indexers.weighted_pq import WeightedPQIndex
 
 __all__ = [
     "ChunkMeanIndex",
@@ -23,6 +25,7 @@ __all__ = [
     "IndexShape",
     "LowRankKeys",
     "NewTokens",
+    "PQIndex",
     "PartialColumnsIndex",
     "QuestIndex",
     "Representatives",
@@ -31,6 +34,7 @@ __all__ = [
     "ShadowKVIndex",
     "SnapKVIndex",
     "StatisticalBoxIndex",
+    "WeightedPQIndex",
     "next_queries",
     "skew",
     "window_scores",

@@ -26,12 +26,14 @@ class Column:
     dtype: of its elements; 16 bits unsigned stand for bfloat16 and signed ones for float16, as in
         `tierstore.kernels.element`.
     on_host: whether it is a list that the host works on, whatever device the index is on.
+    together: how many units, pages or blocks share a place of `shape`.
     """
 
     per: str
     shape: tuple[int, ...]
     dtype: npt.DTypeLike
     on_host: bool = False
+    together: int = 1
 
 
 class Columns:
@@ -45,6 +47,10 @@ class Columns:
         self._device, self._host = device, host
         self._rows = 0
         self._places = dict.fromkeys(("unit", "page", "block"), 0)
+        self._steps = {
+            kind: max((c.together for c in columns.values() if c.per == kind), default=1)
+            for kind in self._places
+        }
         self._arrays: dict[str, Array] = {}
         for name, column in self._columns.items():
             self._arrays[name] = self._memory(name).take(
@@ -70,7 +76,8 @@ class Columns:
         for kind, wanted in places.items():
             have = self._places[kind]
             if wanted > have:
-                self._places[kind] = max(wanted, have + have // 8)
+                step = self._steps[kind]
+                self._places[kind] = -(-max(wanted, have + have // 8) // step) * step
                 grown = True
         if not grown:
             return
@@ -100,10 +107,12 @@ class Columns:
             self._replace(name, content)
             self._rows = len(content)
             if column.per != "row":
-                self._places[column.per] = content.shape[1]
+                self._places[column.per] = content.shape[1] * column.together
 
     def _shape(self, column: Column) -> tuple[int, ...]:
-        places = () if column.per == "row" else (self._places[column.per],)
+        if column.per == "row":
+            return (self._rows, *column.shape)
+        places = (self._places[column.per] // column.together,)
         return (self._rows, *places, *column.shape)
 
     def _memory(self, name: str) -> Memory:

@@ -27,7 +27,7 @@ def make_index(
     group: int = 2,
     dtype: torch.dtype = torch.float32,
     scale: float = DIM**-0.5,
-    **options: float,
+    **options: float | str,
 ) -> ScoringIndex:
     """An index without rows."""
     memory = Memory(1 << 26)

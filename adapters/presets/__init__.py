@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
-from tierstore.indexers import ChunkMeanIndex, Everything, ExactIndex, HierarchicalIndex, IndexShape
+from tierstore.indexers import (
+    ChunkMeanIndex,
+    Everything,
+    ExactIndex,
+    HierarchicalIndex,
+    IndexShape,
+    WeightedPQIndex,
+)
 from tierstore.policies import DEFAULT_FOR_ATTENTION, LRU, Lookahead, Random
 from tierstore.sizes import check_window, parse_budget
 
@@ -64,6 +71,7 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
+        Preset("best", WeightedPQIndex, attends_residents=True),
         Preset("kvdrive", HierarchicalIndex, Lookahead, attends_residents=True),
         Preset("chunk-mean", ChunkMeanIndex, LRU, block_tokens=8),
         Preset("exact", ExactIndex, Lookahead),

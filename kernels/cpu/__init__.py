@@ -12,17 +12,22 @@ from tierstore.kernels.cpu.combine import (
 )
 from tierstore.kernels.cpu.logits import dot_kernel, weigh_kernel
 from tierstore.kernels.cpu.low_rank import low_rank_kernel
+from tierstore.kernels.cpu.pq import add_up, lookup_kernel, nearest_kernel, pack
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
     "NO_FLAGS",
     "NO_SIZES",
     "NO_UNITS",
+    "add_up",
     "attend_kernel",
     "box_kernel",
     "combine_kernel",
     "dot_kernel",
+    "lookup_kernel",
     "low_rank_kernel",
+    "nearest_kernel",
+    "pack",
     "pool",
     "rank_heads",
     "select",

@@ -113,7 +113,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS.keys())
-@pytest.mark.parametrize("preset", ["kvdrive", "exact", "chunk-mean", "random", "full"])
+@pytest.mark.parametrize("preset", ["best", "kvdrive", "exact", "chunk-mean", "random", "full"])
 @pytest.mark.parametrize("residents", [False, True], ids=["selected", "residents"])
 def test_a_step_attends_to_exactly_what_is_reported(
     preset: str, residents: bool, stack: dict[str, str], tmp_path: Path

@@ -14,12 +14,14 @@ from tierstore.indexers import (
     HierarchicalIndex,
     IndexShape,
     PartialColumnsIndex,
+    PQIndex,
     QuestIndex,
     Rule,
     ScoringIndex,
     ShadowKVIndex,
     SnapKVIndex,
     StatisticalBoxIndex,
+    WeightedPQIndex,
 )
 from tierstore.interfaces import IndexContext
 from tierstore.memory import Memory
@@ -95,6 +97,21 @@ class TestSnapKVIndex(IndexTests):
 class TestPartialColumnsIndex(IndexTests):
     def make_index(self, setting: IndexSetting) -> PartialColumnsIndex:
         return PartialColumnsIndex(shape_of(setting), rule=Rule("mean_group", softmax=False))
+
+
+class TestPQIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> PQIndex:
+        return PQIndex(shape_of(setting))
+
+
+class TestPQIndexByInnerProducts(IndexTests):
+    def make_index(self, setting: IndexSetting) -> PQIndex:
+        return PQIndex(shape_of(setting), parts=4, bits=8, metric="inner", training_tokens=100)
+
+
+class TestWeightedPQIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> WeightedPQIndex:
+        return WeightedPQIndex(shape_of(setting))
 
 
 class TestEverything(IndexTests):

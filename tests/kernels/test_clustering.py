@@ -132,3 +132,95 @@ def test_half_precision_points_are_computed_in_single(dtype: torch.dtype) -> Non
     expected, expected_means = cluster(points.float(), 5)
     np.testing.assert_array_equal(assignment, expected)
     np.testing.assert_array_equal(means, expected_means)
+
+
+def lloyd(points: Doubles, clusters: int, iterations: int) -> tuple[Labels, float]:
+    """Nearest centroids from strided starts, and by how much the closest decision was made."""
+    centroids, margin = points[np.arange(clusters) * len(points) // clusters], np.inf
+    for _ in range(iterations + 1):
+        distances = np.square(points[:, None] - centroids).sum(2)
+        labels = distances.argmin(1)
+        if clusters > 1:
+            best = np.sort(distances, axis=1)
+            margin = min(margin, float((best[:, 1] - best[:, 0]).min()))
+        centroids = np.stack(
+            [
+                points[labels == c].mean(0) if (labels == c).any() else centroids[c]
+                for c in range(clusters)
+            ]
+        )
+    return labels, margin
+
+
+@pytest.mark.parametrize("dim", [4, 20])
+@given(st.integers(1, 40), st.data(), st.integers(0, 2**32 - 1))
+def test_the_nearest_centroid_is_that_of_lloyd(
+    dim: int, n: int, data: st.DataObject, seed: int
+) -> None:
+    """Four dimensions are compared by the kernel, twenty by torch."""
+    clusters = data.draw(st.integers(1, n))
+    points = torch.randn(2, n, dim, generator=torch.Generator().manual_seed(seed))
+
+    assignment, _ = kmeans(points, clusters, iterations=4, metric="l2")
+
+    for row, labels in zip(points.double().numpy(), assignment.numpy(), strict=True):
+        expected, margin = lloyd(row, clusters, 4)
+        assume(margin > 1e-4)
+        np.testing.assert_array_equal(labels, expected)
+
+
+@pytest.mark.parametrize("metric", ["inner", "cosine", "l2"])
+def test_segments_are_clustered_each_on_its_own(metric: str) -> None:
+    points = torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(4))
+
+    labels, means = kmeans(points, 12, metric=metric, segments=3)
+
+    for segment, part in enumerate(points.split(20, 1)):
+        own, own_means = kmeans(part, 4, metric=metric)
+        assert torch.equal(labels[:, segment * 20 : segment * 20 + 20], own + 4 * segment)
+        assert torch.equal(means[:, segment * 4 : segment * 4 + 4], own_means)
+
+
+def test_length_does_not_count_for_the_cosine() -> None:
+    points = torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(5))
+    lengths = torch.arange(1, 51)[None, :, None]
+
+    labels, means = kmeans(points, 6, metric="cosine", centre=False)
+    stretched, stretched_means = kmeans(points * lengths, 6, metric="cosine", centre=False)
+
+    assert torch.equal(labels, stretched)
+    assert not torch.allclose(means, stretched_means)
+
+
+def test_random_starts_are_the_same_each_time_and_not_strided() -> None:
+    points = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(6))
+    found = [
+        kmeans(points, 9, iterations=0, init=init)[0] for init in ("random", "random", "strided")
+    ]
+
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_distances_beyond_float32_are_compared() -> None:
+    points = torch.tensor([[[1e30], [2e30], [-1e30], [-2e30]]])
+
+    labels, _ = kmeans(points, 2, metric="l2")
+
+    assert labels.tolist() == [[0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"metric": "l1"}, "metric='l1'"),
+        ({"init": "zeros"}, "init='zeros'"),
+        ({"clusters": 0}, "clusters=0"),
+        ({"clusters": 13}, "clusters=13"),
+        ({"segments": 5}, "segments=5"),
+        ({"segments": 3}, "segments=3"),
+    ],
+)
+def test_settings_of_kmeans_are_checked(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        kmeans(torch.zeros(1, 12, 2), **{"clusters": 4, **options})  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Product quantisation of what queries see of keys: it keeps logits right rather than keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tierstore import kernels
+from tierstore.errors import ConfigError
+from tierstore.indexers.columns import Column
+from tierstore.indexers.pq import Fitted, PQIndex
+from tierstore.kernels.element import stored_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tierstore.indexers.rules import Rule
+    from tierstore.indexers.scoring import IndexShape
+    from tierstore.interfaces import IndexContext
+    from tierstore.kernels.element import Array
+
+_SHRINKAGE = 0.3
+"""Share of an even spread in the second moments of queries, which few of them tell."""
+
+
+class WeightedPQIndex(PQIndex):
+    """PQ of keys in the coordinates that the last queries of the prompt make the most of.
+
+    With S the second moments of these queries, an error e of a key moves logits by ``e S e`` in the
+    mean square. Keys are therefore turned by the square root of S, where this is plain distance,
+    and queries by its inverse, so that their products stay. The principal axes of the turned keys
+    are dealt to the parts so that each gets strong and weak ones; the weakest are left out. Logits
+    are relative to that of the row's mean key. Without queries, axes are those of the keys.
+
+    Parameters
+    ----------
+    dims: axes that are kept; 32, or all if there are fewer.
+    parts, bits, iterations, training_tokens, rule: as for `PQIndex`, `dims` divided by `parts`.
+    """
+
+    def __init__(
+        self,
+        shape: IndexShape,
+        *,
+        dims: int | None = None,
+        parts: int = 8,
+        bits: int = 6,
+        iterations: int = 4,
+        training_tokens: int | None = None,
+        rule: Rule | None = None,
+    ) -> None:
+        self.dims = min(32, shape.dim) if dims is None else dims
+        if not 1 <= self.dims <= shape.dim:
+            raise ConfigError(f"dims={dims}: expected 1 to the head dimension, {shape.dim}")
+        super().__init__(
+            shape, parts=parts, bits=bits, iterations=iterations, training_tokens=training_tokens,
+            rule=rule,
+        )  # fmt: skip
+
+    def _coded_dims(self, shape: IndexShape) -> int:
+        return self.dims
+
+    def columns(self) -> dict[str, Column]:
+        basis = Column("row", (self.dims, self.shape.dim), stored_dtype(self.shape.dtype))
+        return {
+            **super().columns(),
+            "key_basis": basis,
+            "query_basis": basis,
+            "centre": Column("row", (self.dims,), np.float32),
+        }
+
+    def fit(self, keys: torch.Tensor, context: IndexContext) -> Fitted:
+        root, inverse = self._roots(keys, context.last_queries)
+        mean = keys.mean(1, keepdim=True)
+        axes = self._axes(root @ _moments(keys - mean) @ root)
+        fitted = {
+            "key_basis": (axes @ root).to(self.shape.dtype),
+            "query_basis": (axes @ inverse).to(self.shape.dtype),
+        }
+        fitted["centre"] = (mean @ fitted["key_basis"].float().transpose(1, 2)).squeeze(1)
+        return fitted
+
+    def _roots(
+        self, keys: torch.Tensor, queries: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The square root [R', d, d] of the second moments of queries, and its inverse."""
+        one = torch.eye(keys.shape[2], device=keys.device).expand(len(keys), -1, -1)
+        if queries is None:
+            return one, one
+        seen = _moments(queries.float().flatten(1, 2))
+        values, axes = torch.linalg.eigh((1 - _SHRINKAGE) * seen + _SHRINKAGE * one)
+        roots = values.clamp(min=_SHRINKAGE / 2).sqrt()[:, None]
+        turned = axes.transpose(1, 2)
+        return (axes * roots) @ turned, (axes / roots) @ turned
+
+    def _axes(self, moments: torch.Tensor) -> torch.Tensor:
+        """The strongest axes [R', dims, d], dealt to the parts forth and back."""
+        vectors = torch.linalg.eigh(moments).eigenvectors.flip(2)[..., : self.dims]
+        hands = torch.arange(self.dims, device=moments.device).view(-1, self.parts)
+        hands[1::2] = hands[1::2].flip(1)
+        axes: torch.Tensor = vectors[..., hands.T.flatten()].transpose(1, 2)
+        return axes
+
+    def coded(self, keys: torch.Tensor, fitted: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return keys @ fitted["key_basis"].float().transpose(1, 2) - fitted["centre"][:, None]
+
+    def logits(self, query: Array, out: Array) -> None:
+        rows, group, _ = query.shape
+        turned = self.shape.scratch.array("turned queries", (rows, group, self.dims), np.float32)
+        all_dims = self._scratch.array("all dims", (rows,), np.int32)
+        all_dims.fill(self.dims)
+        kernels.dot_logits(query, self.data["query_basis"], all_dims, self.shape.scale, turned)
+        kernels.pq_logits(turned, self.data["codewords"], self.data["codes"], self.units, 1.0, out)
+
+
+def _moments(vectors: torch.Tensor) -> torch.Tensor:
+    """Second moments [R', d, d] of vectors [R', n, d], on average 1 in each direction, or 0."""
+    vectors = vectors / vectors.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
+    moments = vectors.transpose(1, 2) @ vectors
+    mean = moments.diagonal(dim1=1, dim2=2).mean(1)
+    return moments / mean.clamp(min=1e-30)[:, None, None]

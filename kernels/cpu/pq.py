@@ -1,0 +1,172 @@
+"""Product-quantised keys: nearest centroids, packed codes, logits by table lookup."""
+
+from functools import lru_cache
+
+import numpy as np
+from numba import njit
+
+from tierstore.kernels.cpu.lookup import has_byte_permute, sum_of_lookups
+from tierstore.kernels.cpu.scalar import FAST, widen
+
+LANES = 64
+"""Tokens whose codes are stored together, a word for each bit of them."""
+
+_LARGEST = np.float32(1e30)
+
+
+@lru_cache(maxsize=64)
+def nearest_kernel(dim):
+    """The best centroid of each point; see `tierstore.kernels.nearest_centroids`."""
+
+    @njit(cache=True, nogil=True, fastmath=FAST)
+    def nearest(points, centroids, offsets, first_row, last_row, out):
+        clusters = centroids.shape[1]
+        turned = np.empty((dim, clusters), np.float32)
+        fits = np.empty(clusters, np.float32)
+        for row in range(first_row, last_row):
+            for j in range(dim):
+                for c in range(clusters):
+                    turned[j, c] = centroids[row, c, j]
+            for i in range(points.shape[1]):
+                for c in range(clusters):
+                    fits[c] = offsets[row, c]
+                for j in range(dim):
+                    x = points[row, i, j]
+                    for c in range(clusters):
+                        fits[c] += x * turned[j, c]
+                best = fits[0]
+                for c in range(1, clusters):
+                    best = max(best, fits[c])
+                at = clusters
+                for c in range(clusters):
+                    at = min(at, c if fits[c] == best else clusters)
+                # NaN fits nothing; where it is stored, it must still be in bounds.
+                out[row, i] = at if at < clusters else 0
+
+    return nearest
+
+
+@njit(cache=True, nogil=True)
+def add_up(points, labels, first_row, last_row, sums, sizes):
+    """Sums and sizes of clusters; see `tierstore.kernels.cluster_sums`."""
+    for row in range(first_row, last_row):
+        sums[row] = 0
+        sizes[row] = 0
+        for i in range(points.shape[1]):
+            c = labels[row, i]
+            sizes[row, c] += 1
+            for j in range(points.shape[2]):
+                sums[row, c, j] += points[row, i, j]
+
+
+@njit(cache=True, nogil=True)
+def pack(codes, first, packed):
+    """Write codes of tokens from number `first` on; see `tierstore.kernels.pack_codes`."""
+    one = np.int64(1)
+    for row in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            group, lane = divmod(first + i, LANES)
+            flag = one << np.int64(lane)
+            for part in range(codes.shape[2]):
+                code = codes[row, i, part]
+                for bit in range(packed.shape[3]):
+                    if (code >> bit) & 1:
+                        packed[row, group, part, bit] |= flag
+                    else:
+                        packed[row, group, part, bit] &= ~flag
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _fill_tables(query, codewords, row, width, scale, sums, tables, steps, lows):
+    """Tables of one row in bytes: entry = low of its part + step of its query * byte."""
+    heads, parts, entries = tables.shape[0], tables.shape[1], codewords.shape[2]
+    for g in range(heads):
+        low = np.float32(0.0)
+        span = np.float32(0.0)
+        for part in range(parts):
+            least = _LARGEST
+            most = -_LARGEST
+            for c in range(entries):
+                a = np.float32(0.0)
+                for j in range(width):
+                    a += widen(query[row, g, part * width + j]) * widen(codewords[row, part, c, j])
+                a = max(-_LARGEST, min(_LARGEST, a * scale))
+                sums[part, c] = a
+                least = min(least, a)
+                most = max(most, a)
+            for c in range(entries):
+                sums[part, c] -= least
+            low += least
+            span = max(span, most - least)
+        steps[g] = span / np.float32(255.0)
+        lows[g] = low
+        inverse = np.float32(255.0) / span if span > 0 else np.float32(0.0)
+        for part in range(parts):
+            for c in range(entries):
+                tables[g, part, c] = np.uint8(sums[part, c] * inverse + np.float32(0.5))
+
+
+@lru_cache(maxsize=64)
+def lookup_kernel(group, parts, bits, width, permutes=None):
+    """Logits for one shape; see `tierstore.kernels.pq_logits`.
+
+    permutes: whether to look up by byte permutes; where the processor has them by default.
+    """
+    entries = max(LANES, 1 << bits)
+    if permutes is None:
+        permutes = bits <= 6 and has_byte_permute()
+    scan = _permuting_scan(group, parts, bits) if permutes else _plain_scan(group, parts, bits)
+
+    @njit(cache=True, nogil=True)
+    def lookup(query, codewords, codes, first_row, last_row, counts, scale, out):
+        sums = np.empty((parts, codewords.shape[2]), np.float32)
+        tables = np.zeros((group, parts, entries), np.uint8)
+        steps = np.empty(group, np.float32)
+        lows = np.empty(group, np.float32)
+        for row in range(first_row, last_row):
+            _fill_tables(query, codewords, row, width, scale, sums, tables, steps, lows)
+            scan(codes, row, (counts[row] + LANES - 1) // LANES, tables, steps, lows, out)
+
+    return lookup
+
+
+def _permuting_scan(group, parts, bits):
+    @njit(cache=True, nogil=True)
+    def scan(codes, row, groups, tables, steps, lows, out):
+        for i in range(groups):
+            sum_of_lookups(
+                codes.ctypes.data + row * codes.strides[0] + i * codes.strides[1],
+                tables.ctypes.data,
+                steps.ctypes.data,
+                lows.ctypes.data,
+                out.ctypes.data + row * out.strides[0] + i * LANES * 4,
+                out.strides[1],
+                group,
+                parts,
+                bits,
+            )
+
+    return scan
+
+
+def _plain_scan(group, parts, bits):
+    @njit(cache=True, nogil=True)
+    def scan(codes, row, groups, tables, steps, lows, out):
+        sums = np.empty((group, LANES), np.uint16)
+        chosen = np.empty(LANES, np.int64)
+        for i in range(groups):
+            sums[:] = 0
+            for part in range(parts):
+                chosen[:] = 0
+                for bit in range(bits):
+                    word = codes[row, i, part, bit]
+                    for lane in range(LANES):
+                        chosen[lane] |= ((word >> lane) & 1) << bit
+                for g in range(group):
+                    for lane in range(LANES):
+                        sums[g, lane] += tables[g, part, chosen[lane]]
+            for g in range(group):
+                for lane in range(LANES):
+                    out[row, g, i * LANES + lane] = np.float32(sums[g, lane]) * steps[g] + lows[g]
+
+    return scan
