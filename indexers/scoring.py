@@ -274,6 +274,10 @@ class ScoringIndex(Index):
         self.logits(query, logits)
         scores: Scores = array("unit scores", (rows, width), np.float32)
         sizes = self.data["sizes"] if self.is_coarse else None
+        if sizes is not None and not self.rule.by_size:
+            once = array("units once", sizes.shape, np.float32)
+            torch.clamp(to_tensor(sizes), max=1, out=to_tensor(once))
+            sizes = once
         kernels.combine_heads(
             logits, self.units, sizes, float(self.page_tokens), self.rule.aggregate,
             self.rule.softmax, self.shape.heads, scores,

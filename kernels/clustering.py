@@ -1,48 +1,103 @@
 """k-means over many independent sets at once, in plain torch (a few batched matrix products)."""
 
+from __future__ import annotations
+
 import torch
+
+METRICS = "inner", "cosine", "l2"
+STARTS = "strided", "random"
+_PRODUCTS = 1 << 24
+"""Similarities that are held at once."""
 
 
 def kmeans(
-    points: torch.Tensor, clusters: int, *, iterations: int = 10
+    points: torch.Tensor,
+    clusters: int,
+    *,
+    iterations: int = 10,
+    metric: str = "inner",
+    init: str = "strided",
+    segments: int = 1,
+    centre: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spherical k-means with strided starts: assign by inner product with unit centroids.
-
-    The mean of each set is taken out first, as RetroInfer does, so that direction and not the
-    common offset of the keys decides. An empty cluster keeps its last centroid. It ends early
-    when nothing moves any more.
+    """Lloyd's algorithm. An empty cluster keeps its last centroid; it ends early when all stays.
 
     Parameters
     ----------
     points: float [R, n, d], R independent sets.
     clusters: k, with 1 <= k <= n.
+    metric: assign to the centroid of largest inner product, scaled to length 1 in each round
+        (``"inner"``, RetroInfer), the same with points scaled to length 1 as well (``"cosine"``,
+        ClusterKV), or to the nearest one (``"l2"``, PQCache).
+    init: points that the clusters start with: ``"strided"`` evenly, or ``"random"``, always the
+        same for the same n, and the same ones in each set.
+    segments: stretches of equal length, clustered separately into equally many clusters; a divisor
+        of n and k.
+    centre: take the mean of each set out first, as RetroInfer does, so that direction and not the
+        common offset of the keys decides; ``"l2"`` does not care.
 
     Returns
     -------
-    Assignment int64 [R, n], and the mean of each cluster's points, float32 [R, k, d].
+    Assignment int64 [R, n], and the mean of each cluster's points as given, float32 [R, k, d].
     """
+    if metric not in METRICS or init not in STARTS:
+        raise ValueError(
+            f"metric={metric!r}, init={init!r}: expected one of {', '.join(METRICS)}, "
+            f"and one of {', '.join(STARTS)}"
+        )
     points = points.float()
-    n = points.shape[1]
-    centred = points - points.mean(1, keepdim=True)
-    starts = torch.arange(clusters, device=points.device) * n // clusters
-    centroids = torch.nn.functional.normalize(centred[:, starts], dim=-1)
-    assignment = _nearest(centred, centroids)
+    rows, n, _ = points.shape
+    if segments > 1:
+        pieces = points.unflatten(1, (segments, -1)).flatten(0, 1)
+        labels, means = kmeans(
+            pieces, clusters // segments, iterations=iterations, metric=metric, init=init,
+            centre=centre,
+        )  # fmt: skip
+        offsets = torch.arange(segments, device=points.device)[:, None] * (clusters // segments)
+        labels = (labels.unflatten(0, (rows, segments)) + offsets).flatten(1)
+        return labels, means.unflatten(0, (rows, segments)).flatten(1, 2)
+    starts = _starts(n, clusters, init).to(points.device)
+    compared = points - points.mean(1, keepdim=True) if centre else points
+    if metric == "cosine":
+        compared = torch.nn.functional.normalize(compared, dim=-1)
+    centroids = compared[:, starts]
+    assignment = _assign(compared, centroids, metric)
     for _ in range(iterations):
-        means = _means(centred, assignment, centroids)
-        centroids = torch.nn.functional.normalize(means, dim=-1)
-        before, assignment = assignment, _nearest(centred, centroids)
+        centroids = cluster_means(compared, assignment, centroids)
+        before, assignment = assignment, _assign(compared, centroids, metric)
         if torch.equal(before, assignment):
             break
-    return assignment, _means(points, assignment, points[:, starts])
+    return assignment, cluster_means(points, assignment, points[:, starts])
 
 
-def _nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
-    return (points @ centroids.transpose(1, 2)).max(-1).indices
+def _starts(n: int, clusters: int, init: str) -> torch.Tensor:
+    if init == "random":
+        return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:clusters]
+    return torch.arange(clusters) * n // clusters
 
 
-def _means(points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """The mean of each cluster; an empty one takes its `fallback`."""
+def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch.Tensor:
+    if metric == "l2":
+        return nearest(points, centroids, centroids.square().sum(-1) / -2)
+    centroids = torch.nn.functional.normalize(centroids, dim=-1)
+    return nearest(points, centroids, centroids.new_zeros(centroids.shape[:2]))
+
+
+def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """int64 [R, n]: the centroid of largest inner product plus offset [R, k] for each point."""
+    rows, clusters = offsets.shape
+    found = [
+        # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
+        torch.baddbmm(offsets[:, None], part, centroids.transpose(1, 2)).max(-1).indices
+        for part in points.split(max(1, _PRODUCTS // (rows * clusters)), dim=1)
+    ]
+    return torch.cat(found, 1)
+
+
+def cluster_means(
+    points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
+) -> torch.Tensor:
+    """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`."""
     rows, clusters, dim = fallback.shape
     offsets = torch.arange(rows, device=points.device)[:, None] * clusters
     flat = (assignment + offsets).reshape(-1)

@@ -9,6 +9,13 @@ from tierstore.kernels.cpu.combine import (
     pool,
     rank_heads,
 )
+from tierstore.kernels.cpu.estimate import (
+    cluster_kernel,
+    collision_kernel,
+    pack_signs,
+    sampled_kernel,
+)
+from tierstore.kernels.cpu.graph import search_kernel
 from tierstore.kernels.cpu.logits import dot_kernel
 from tierstore.kernels.cpu.select import select
 
@@ -17,9 +24,14 @@ __all__ = [
     "NO_SIZES",
     "NO_UNITS",
     "attend_kernel",
+    "cluster_kernel",
+    "collision_kernel",
     "combine_kernel",
     "dot_kernel",
+    "pack_signs",
     "pool",
     "rank_heads",
+    "sampled_kernel",
+    "search_kernel",
     "select",
 ]

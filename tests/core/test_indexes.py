@@ -11,9 +11,13 @@ from tierstore.indexers import (
     ChunkMeanIndex,
     Everything,
     ExactIndex,
+    GraphIndex,
     HierarchicalIndex,
     IndexShape,
+    LSHIndex,
+    Rule,
     ScoringIndex,
+    TokenClustersIndex,
 )
 from tierstore.interfaces import IndexContext
 from tierstore.memory import Memory
@@ -53,6 +57,37 @@ class TestHierarchicalIndexInShortStretches(IndexTests):
         return HierarchicalIndex(
             shape_of(setting), tokens_per_centroid=6, segment_tokens=20, iterations=2
         )
+
+
+class TestTokenClustersIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> TokenClustersIndex:
+        return TokenClustersIndex(shape_of(setting), segment_tokens=40, value_dim=setting.dim)
+
+
+class TestTokenClustersIndexAsInClusterKV(IndexTests):
+    def make_index(self, setting: IndexSetting) -> TokenClustersIndex:
+        return TokenClustersIndex(
+            shape_of(setting),
+            tokens_per_cluster=80,
+            new_tokens_per_cluster=40,
+            segment_tokens=None,
+            iterations=20,
+            metric="cosine",
+            init="random",
+            is_global=False,
+            refresh=320,
+            rule=Rule("per_query", softmax=False),
+        )
+
+
+class TestLSHIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> LSHIndex:
+        return LSHIndex(shape_of(setting), bits=4, tables=20)
+
+
+class TestGraphIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> GraphIndex:
+        return GraphIndex(shape_of(setting), degree=8, neighbours=8)
 
 
 class TestEverything(IndexTests):

@@ -132,3 +132,39 @@ def test_half_precision_points_are_computed_in_single(dtype: torch.dtype) -> Non
     expected, expected_means = cluster(points.float(), 5)
     np.testing.assert_array_equal(assignment, expected)
     np.testing.assert_array_equal(means, expected_means)
+
+
+@pytest.mark.parametrize("metric", ["inner", "cosine", "l2"])
+@pytest.mark.parametrize("init", ["strided", "random"])
+def test_every_point_ends_where_its_metric_says(metric: str, init: str) -> None:
+    """Rounds until nothing moves: each point is then with the mean that is nearest to it."""
+    points = torch.randn(2, 120, 6, generator=torch.Generator().manual_seed(4)).double() + 0.5
+
+    assignment, _ = kmeans(points, 6, iterations=200, metric=metric, init=init, centre=False)
+
+    for own, labels in zip(points.numpy(), assignment.numpy(), strict=True):
+        compared = own / np.linalg.norm(own, axis=1, keepdims=True) if metric == "cosine" else own
+        means = np.stack([compared[labels == c].mean(0) for c in range(6)])
+        if metric == "l2":
+            fit = -((compared[:, None] - means) ** 2).sum(-1)
+        else:
+            fit = compared @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T
+        assert (fit.max(1) - fit[np.arange(120), labels] < 1e-5).all()
+
+
+def test_segments_are_clustered_by_themselves() -> None:
+    points = torch.randn(2, 60, 4, generator=torch.Generator().manual_seed(5))
+
+    assignment, means = kmeans(points, 12, segments=3)
+
+    for segment in range(3):
+        own = slice(segment * 20, segment * 20 + 20)
+        expected, expected_means = kmeans(points[:, own], 4)
+        assert torch.equal(assignment[:, own], expected + 4 * segment)
+        torch.testing.assert_close(means[:, 4 * segment : 4 * segment + 4], expected_means)
+
+
+def test_unknown_switches_are_refused() -> None:
+    for switches in ({"metric": "dot"}, {"init": "first"}):
+        with pytest.raises(ValueError, match="expected one of"):
+            kmeans(torch.ones(1, 4, 2), 2, **switches)  # type: ignore[arg-type]
