@@ -32,8 +32,8 @@ class GraphIndex(ScoringIndex):
     nearest key of a query is linked with its other near keys, and each key keeps its nearest edges
     that no other edge stands for. So that keys near to none of these queries can be found as well,
     keys, less their mean, are asked like queries. Every key also leads to the one that follows it,
-    which connects the graph without an edge in memory. Tokens that come later are linked both ways with their own nearest keys; the
-    system does not index them at all.
+    which connects the graph without an edge in memory. Tokens that come later are linked both ways
+    with their own nearest keys; the system does not index them at all.
 
     Scores are those of tokens seen; `Selection.everything` is None. A budget of more blocks than
     were seen is filled with others, whose score is -inf. The index keeps the keys, since a store's

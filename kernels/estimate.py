@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.kernels import estimate_reference as reference
-from tierstore.kernels.operations import backend_of, cpu, dot_logits
+from tierstore.kernels.operations import backend_of, dot_logits
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
     from tierstore.kernels.shape import BlockShape
 
-WEIGHT_FLOOR = 1e-4
-"""Added to inclusion probabilities, as MagicPIG does: the rarest keys do not count at full."""
+try:
+    from tierstore.kernels import cpu
+except ImportError:  # As in `tierstore.kernels.operations`.
+    cpu = None  # type: ignore[assignment]
 
 
 def attend_clusters(

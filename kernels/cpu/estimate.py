@@ -179,15 +179,16 @@ def pack_signs(projections, first_row, last_row, bits, out):
 def collision_kernel(group, tables):
     """Counts of equal codes for one shape; see `count_collisions` for the contract."""
 
-    @njit(cache=True, nogil=True)
+    @njit(cache=True, nogil=True, fastmath=FAST)
     def count(asked, codes, first_row, last_row, counts, out):
         for row in range(first_row, last_row):
             for i in range(counts[row]):
                 own = codes[row, i]
                 for g in range(group):
-                    met = np.int16(0)
+                    met = np.float32(0.0)
                     for table in range(tables):
-                        met += np.int16(own[table] == asked[row, g, table])
+                        same = own[table] == asked[row, g, table]
+                        met += np.float32(1.0) if same else np.float32(0.0)
                     out[row, g, i] = met
 
     return count
