@@ -146,4 +146,4 @@ def test_a_key_costs_itself_and_its_edges() -> None:
 )
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
-        make(torch.ones(1, 4, DIM), **options)
+        make(torch.ones(1, 4, DIM), **options)  # type: ignore[arg-type]
