@@ -16,7 +16,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def make(keys: list[torch.Tensor], **options: float) -> LSHIndex:
-    index = add_rows(make_index(LSHIndex, **options), keys)
+    index = add_rows(make_index(LSHIndex, **options), keys)  # type: ignore[arg-type]
     assert isinstance(index, LSHIndex)
     return index
 
@@ -86,4 +86,4 @@ def test_seeds_give_other_hashes() -> None:
 @pytest.mark.parametrize("options", [{"bits": 0}, {"bits": 16}, {"tables": 1}], ids=str)
 def test_options_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
-        make_index(LSHIndex, **options)
+        make_index(LSHIndex, **options)  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ def test_its_bytes_are_means_sizes_and_member_lists() -> None:
 )
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
-        make(randn(1, 8, DIM, seed=0), **options)
+        make(randn(1, 8, DIM, seed=0), **options)  # type: ignore[arg-type]
 
 
 def test_one_token_is_a_cluster() -> None:
