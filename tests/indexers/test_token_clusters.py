@@ -81,7 +81,7 @@ def test_the_softmax_is_over_clusters_and_the_heads_are_summed() -> None:
     found = index.select(query.numpy(), np.array([5], np.int32)).everything
     assert found is not None
     state, units = index.state(), int(index.units[0])
-    live = state["sizes"][0, :units] > 0
+    live = state["sizes"][0, :units].astype(float) > 0
     logits = query[0].double().numpy() @ state["vectors"][0, :units].astype(float).T * SCALE
     weights = np.exp(logits) * live
     with np.errstate(divide="ignore"):
