@@ -25,11 +25,13 @@ class Rule:
     threshold: select only what scores within so many nats of the row's best, by the number that
         meets this on average over the heads of a sequence (InfiniGen's alpha). The budget is then
         the most that is selected.
+    by_size: whether the softmax counts a unit as often as it has tokens, or once (RetroInfer).
     """
 
     aggregate: str = "sum"
     softmax: bool = True
     threshold: float | None = None
+    by_size: bool = True
 
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATES:

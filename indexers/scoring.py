@@ -278,8 +278,13 @@ class ScoringIndex(Index):
         logits = array("unit logits", (rows, self.shape.group, width), np.float32)
         self.logits(query, logits)
         scores: Scores = array("unit scores", (rows, width), np.float32)
+        sizes = self.sizes
+        if sizes is not None and not self.rule.by_size:
+            once = array("units once", sizes.shape, np.float32)
+            torch.clamp(to_tensor(sizes), max=1, out=to_tensor(once))
+            sizes = once
         kernels.combine_heads(
-            logits, self.units, self.sizes, float(self.page_tokens), beside, self.rule.aggregate,
+            logits, self.units, sizes, float(self.page_tokens), beside, self.rule.aggregate,
             self.rule.softmax, self.shape.heads, scores,
         )  # fmt: skip
         return scores if is_host(scores) else to_tensor(scores).cpu().numpy()

@@ -12,6 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tierstore.kernels.estimate import (
+        attend_clusters,
+        attend_sampled,
+        count_collisions,
+        pack_signs,
+        search_graph,
+    )
     from tierstore.kernels.operations import (
         attend_blocks,
         attend_low_rank,
@@ -32,24 +39,38 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockShape",
     "attend_blocks",
+    "attend_clusters",
     "attend_low_rank",
+    "attend_sampled",
     "backend_of",
     "box_logits",
     "cluster_sums",
     "combine_heads",
+    "count_collisions",
     "dot_logits",
     "nearest_centroids",
     "pack_codes",
+    "pack_signs",
     "pool_pages",
     "pq_logits",
+    "search_graph",
     "select_blocks",
     "weigh_strips",
 ]
+
+_HOMES = {
+    "BlockShape": "shape",
+    "attend_clusters": "estimate",
+    "attend_sampled": "estimate",
+    "count_collisions": "estimate",
+    "pack_signs": "estimate",
+    "search_graph": "estimate",
+}
 
 
 def __getattr__(name: str) -> object:
     # torch takes seconds to import: kernels that need none must not wait for it.
     if name in __all__:
-        home = "shape" if name == "BlockShape" else "operations"
+        home = _HOMES.get(name, "operations")
         return getattr(import_module(f"tierstore.kernels.{home}"), name)
     raise AttributeError(f"module 'tierstore.kernels' has no attribute {name!r}")

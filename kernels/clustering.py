@@ -8,6 +8,8 @@ from tierstore.kernels import operations
 
 METRICS = "inner", "cosine", "l2"
 STARTS = "strided", "random"
+_PRODUCTS = 1 << 24
+"""Similarities that are held at once."""
 _NARROW = 16
 """Points of up to so many dimensions are compared by the kernel: 5 times as fast as a product of
 matrices, whose result is then read again, at 4 (24 x 6144 points, 64 clusters, one core)."""
@@ -110,9 +112,13 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
         p, c, o = (a.contiguous().numpy() for a in (points, centroids, offsets))
         operations.nearest_centroids(p, c, o, found.numpy())
         return found
-    scores = torch.baddbmm(offsets[:, None], points, centroids.transpose(1, 2))
-    # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
-    return scores.max(-1).indices
+    rows, clusters = offsets.shape
+    found = [
+        # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
+        torch.baddbmm(offsets[:, None], part, centroids.transpose(1, 2)).max(-1).indices
+        for part in points.split(max(1, _PRODUCTS // (rows * clusters)), dim=1)
+    ]
+    return torch.cat(found, 1)
 
 
 def _is_for_kernel(points: torch.Tensor) -> bool:

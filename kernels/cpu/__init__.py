@@ -10,6 +10,13 @@ from tierstore.kernels.cpu.combine import (
     pool,
     rank_heads,
 )
+from tierstore.kernels.cpu.estimate import (
+    cluster_kernel,
+    collision_kernel,
+    pack_signs,
+    sampled_kernel,
+)
+from tierstore.kernels.cpu.graph import search_kernel
 from tierstore.kernels.cpu.logits import dot_kernel, weigh_kernel
 from tierstore.kernels.cpu.low_rank import low_rank_kernel
 from tierstore.kernels.cpu.pq import add_up, lookup_kernel, nearest_kernel, pack
@@ -22,14 +29,19 @@ __all__ = [
     "add_up",
     "attend_kernel",
     "box_kernel",
+    "cluster_kernel",
+    "collision_kernel",
     "combine_kernel",
     "dot_kernel",
     "lookup_kernel",
     "low_rank_kernel",
     "nearest_kernel",
     "pack",
+    "pack_signs",
     "pool",
     "rank_heads",
+    "sampled_kernel",
+    "search_kernel",
     "select",
     "weigh_kernel",
 ]

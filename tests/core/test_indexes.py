@@ -11,8 +11,10 @@ from tierstore.indexers import (
     ChunkMeanIndex,
     Everything,
     ExactIndex,
+    GraphIndex,
     HierarchicalIndex,
     IndexShape,
+    LSHIndex,
     PartialColumnsIndex,
     PQIndex,
     QuestIndex,
@@ -21,6 +23,7 @@ from tierstore.indexers import (
     ShadowKVIndex,
     SnapKVIndex,
     StatisticalBoxIndex,
+    TokenClustersIndex,
     WeightedPQIndex,
 )
 from tierstore.interfaces import IndexContext
@@ -112,6 +115,37 @@ class TestPQIndexByInnerProducts(IndexTests):
 class TestWeightedPQIndex(IndexTests):
     def make_index(self, setting: IndexSetting) -> WeightedPQIndex:
         return WeightedPQIndex(shape_of(setting))
+
+
+class TestTokenClustersIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> TokenClustersIndex:
+        return TokenClustersIndex(shape_of(setting), segment_tokens=40, value_dim=setting.dim)
+
+
+class TestTokenClustersIndexAsInClusterKV(IndexTests):
+    def make_index(self, setting: IndexSetting) -> TokenClustersIndex:
+        return TokenClustersIndex(
+            shape_of(setting),
+            tokens_per_cluster=80,
+            new_tokens_per_cluster=40,
+            segment_tokens=None,
+            iterations=20,
+            metric="cosine",
+            init="random",
+            is_global=False,
+            refresh=320,
+            rule=Rule("per_query", softmax=False),
+        )
+
+
+class TestLSHIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> LSHIndex:
+        return LSHIndex(shape_of(setting), bits=4, tables=20)
+
+
+class TestGraphIndex(IndexTests):
+    def make_index(self, setting: IndexSetting) -> GraphIndex:
+        return GraphIndex(shape_of(setting), degree=8, neighbours=8)
 
 
 class TestEverything(IndexTests):

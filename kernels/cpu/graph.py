@@ -1,0 +1,87 @@
+"""Best-first search of a graph over keys."""
+
+from functools import lru_cache
+
+import numpy as np
+from numba import njit
+
+from tierstore.kernels.cpu.scalar import FAST, widen
+
+_ENTRIES = 8
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+@njit(inline="always")
+def _enter(score, node, scores, nodes, expanded, used):
+    """Enter a node into the best ones seen, best first; where it stands, and how many they are."""
+    room = len(scores)
+    if used == room and score <= scores[room - 1]:
+        return room, used
+    low, high = 0, used
+    while low < high:
+        middle = (low + high) // 2
+        if scores[middle] >= score:
+            low = middle + 1
+        else:
+            high = middle
+    last = min(used, room - 1)
+    for i in range(last, low, -1):
+        scores[i], nodes[i], expanded[i] = scores[i - 1], nodes[i - 1], expanded[i - 1]
+    scores[low], nodes[low], expanded[low] = score, node, False
+    return low, last + 1
+
+
+@lru_cache(maxsize=64)
+def search_kernel(group, dim, degree):
+    """Search for one shape; see `tierstore.kernels.search_graph` for the contract."""
+
+    @njit(cache=True, nogil=True, fastmath=FAST)
+    def logit_of(q, vector):
+        total = np.float32(0.0)
+        for j in range(dim):
+            total += q[j] * widen(vector[j])
+        return total
+
+    @njit(cache=True, nogil=True)
+    def search(q, vectors, edges, n, seen, scores, nodes, expanded):
+        used = 0
+        for i in range(min(_ENTRIES, n)):
+            node = i * n // min(_ENTRIES, n)
+            seen[node] = logit_of(q, vectors[node])
+            _, used = _enter(seen[node], node, scores, nodes, expanded, used)
+        at = 0
+        while at < used:
+            if expanded[at]:
+                at += 1
+                continue
+            expanded[at] = True
+            node, back = nodes[at], at + 1
+            for e in range(-1, degree):
+                other = node + 1 if e < 0 else edges[node, e]
+                if other < 0:
+                    break
+                if other >= n or seen[other] > _MINUS_INFINITY:
+                    continue
+                seen[other] = logit_of(q, vectors[other])
+                where, used = _enter(seen[other], other, scores, nodes, expanded, used)
+                back = min(back, where)
+            at = back
+
+    @njit(cache=True, nogil=True)
+    def search_rows(query, vectors, edges, first_row, last_row, counts, beams, scale, out):
+        q = np.empty(dim, np.float32)
+        for row in range(first_row, last_row):
+            n = counts[row]
+            beam = min(beams[row], n)
+            scores = np.empty(beam, np.float32)
+            nodes = np.empty(beam, np.int32)
+            expanded = np.empty(beam, np.bool_)
+            for g in range(group):
+                out[row, g, :n] = _MINUS_INFINITY
+                if beam == 0:
+                    continue
+                for j in range(dim):
+                    q[j] = widen(query[row, g, j]) * scale
+                search(q, vectors[row], edges[row], n, out[row, g], scores, nodes, expanded)
+
+    return search_rows
