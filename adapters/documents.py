@@ -71,7 +71,7 @@ def builtin_document(
     # With its space: digits are tokens of their own, and a model may put a new line there instead.
     begun_answer = f"One of the special magic numbers for {city} is: "
     fact = f"{begun_answer}{number}."
-    prose = _builtin_prose()
+    prose = builtin_prose()
     fixed = sum(_lengths(tokenizer, (_INSTRUCTION, fact)))
     ends = list(accumulate(_lengths(tokenizer, prose), initial=fixed))
     if not fixed <= tokens <= ends[-1]:
@@ -157,8 +157,8 @@ def _lengths(tokenizer: PreTrainedTokenizerBase, paragraphs: tuple[str, ...]) ->
 
 
 @cache
-def _builtin_prose() -> tuple[str, ...]:
-    """Paragraphs of whole sentences, each once: topics quote one another."""
+def builtin_prose() -> tuple[str, ...]:
+    """Paragraphs of whole sentences of `pydoc_data.topics`, each once: topics quote one another."""
     from pydoc_data.topics import topics
 
     blocks = (block for topic in topics.values() for block in re.split(r"\n\s*\n", topic))
