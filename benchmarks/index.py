@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from tierstore.adapters.cli.json_file import check_target
-from tierstore.adapters.documents import read_document
+from tierstore.adapters.documents import beginning, read_document
 from tierstore.adapters.models import DEMO_MODEL, load_model
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.index_plot import draw
@@ -36,7 +36,6 @@ STARTS = (0, 240_000)
 """Characters of the built-in text that the documents begin at."""
 
 NUMBERS_TOKENS = 1_000
-_CHARACTERS_PER_TOKEN = 8  # more than real text has
 _BASELINE = Row("exact", 1)
 _PER_BUDGET = {
     "mass": "attention captured / that of perfect selection of tokens, one per layer and KV head",
@@ -174,10 +173,7 @@ def _findings(
 
 
 def _tables(plan: Plan, measures: Mapping[str, Measure]) -> list[Table]:
-    tables = []
-    for name in _PER_BUDGET:
-        if name in measures:
-            tables.append(_budget_table(name, measures[name], plan))
+    tables = [_budget_table(name, measures[name], plan) for name in _PER_BUDGET if name in measures]
     if "bytes" in measures:
         tables.append(_cost_table(measures, plan))
     return tables
@@ -240,15 +236,4 @@ def _token_lists(loaded: LoadedModel, tokens: int, texts: Sequence[str]) -> list
     """The first `tokens` tokens of each text, by default of two places of the built-in one."""
     if not texts:
         return [real_text(loaded.tokenizer, tokens, start) for start in STARTS]
-    return [_beginning(loaded, text, tokens) for text in texts]
-
-
-def _beginning(loaded: LoadedModel, text: str, tokens: int) -> list[int]:
-    part = text[: _CHARACTERS_PER_TOKEN * tokens]
-    ids: list[int] = loaded.tokenizer.encode(part, add_special_tokens=False, verbose=False)
-    if len(ids) < tokens:
-        raise ConfigError(
-            f"a document has {len(ids):,} tokens, and {tokens:,} are needed: lower --tokens, or "
-            "give a longer one"
-        )
-    return ids[:tokens]
+    return [beginning(loaded.tokenizer, text, tokens) for text in texts]

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tierstore.errors import TraceError
 from tierstore.kernels.element import to_tensor
 from tierstore.traces.file import read_trace, write_trace
@@ -19,6 +17,8 @@ from tierstore.traces.file import read_trace, write_trace
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
     from tierstore.kernels.element import Array
 
