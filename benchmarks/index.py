@@ -79,13 +79,13 @@ def run(
     if plot is not None:
         check_target(plot, "plot")
     if captures is not None:
-        seen = [Capture.load(Path(name)) for name in _listed(captures) or ()]
+        seen = [_loaded(name) for name in _listed(captures) or ()]
         findings = measure_captures(say, seen, plan)
     else:
         texts = [read_document(name).text for name in _listed(documents) or ()]
         say(f"loading {model}")
         loaded = load_model(model, torch.bfloat16, "cpu")
-        findings = measure(say, loaded, _token_lists(loaded, tokens + STEPS, texts), plan)
+        findings = measure(say, loaded, token_lists(loaded, tokens + STEPS, texts), plan)
     if plot is not None:
         draw(findings, plan.rows, plan.budgets, plot)
     return findings
@@ -219,6 +219,15 @@ def _listed(names: str | None) -> list[str] | None:
     return None if names is None else [name.strip() for name in names.split(",")]
 
 
+def _loaded(name: str) -> Capture:
+    try:
+        return Capture.load(Path(name))
+    except OSError as error:
+        raise ConfigError(
+            f"capture={name!r}: {error.strerror}; pass a file of tierstore capture"
+        ) from error
+
+
 def _parts(parts: str | None, captures: str | None) -> Sequence[str]:
     """The parts that were named, or all that can be measured."""
     able = PARTS if captures is None else PARTS[:1]
@@ -232,7 +241,7 @@ def _parts(parts: str | None, captures: str | None) -> Sequence[str]:
     return chosen
 
 
-def _token_lists(loaded: LoadedModel, tokens: int, texts: Sequence[str]) -> list[list[int]]:
+def token_lists(loaded: LoadedModel, tokens: int, texts: Sequence[str]) -> list[list[int]]:
     """The first `tokens` tokens of each text, by default of two places of the built-in one."""
     if not texts:
         return [real_text(loaded.tokenizer, tokens, start) for start in STARTS]

@@ -47,11 +47,12 @@ def _frontier(
     axis: Axes, findings: Findings, rows: Sequence[Row], name: str, budget: float
 ) -> None:
     nbytes, values = findings.measures["bytes"].values, findings.measures[name].values
-    for row in rows:
+    for number, row in enumerate(rows):
         x, y = fmean(nbytes[str(row)]), fmean(values[row.at(budget)])
-        axis.plot(x, y, _marker(row))
-        axis.annotate(str(row), (x, y), (4, 4), textcoords="offset points", fontsize=7)
-    axis.set(xscale="log", xlabel="index, bytes per token and KV head", ylabel=_LABELS[name])
+        axis.plot(x, y, _marker(row), color=_color(number))
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set(xlabel="index, bytes per token and KV head", ylabel=_LABELS[name])
     axis.set_title(f"{budget:.2%} selected")
     if name == "KL":
         axis.set_yscale("log")
@@ -62,9 +63,9 @@ def _curves(
 ) -> None:
     values = findings.measures[name].values
     percent = [100 * budget for budget in budgets]
-    for row in rows:
+    for number, row in enumerate(rows):
         means = [fmean(values[row.at(budget)]) for budget in budgets]
-        axis.plot(percent, means, f"{_marker(row)}-", label=str(row))
+        axis.plot(percent, means, f"{_marker(row)}-", color=_color(number), label=str(row))
     axis.set(xscale="log", xlabel="selected, % of the context", ylabel=_LABELS[name])
     axis.set_xticks(percent, [f"{each:.3g}" for each in percent])
     axis.minorticks_off()
@@ -74,3 +75,7 @@ def _curves(
 
 def _marker(row: Row) -> str:
     return {1: "o", 2: "^", 4: "s"}.get(row.block_tokens, "D")
+
+
+def _color(number: int) -> str:
+    return f"C{number % 10}"
