@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tierstore.adapters.attention.geometry import Geometry
-    from tierstore.adapters.models import LoadedModel
     from tierstore.kernels.element import Array
 
 WINDOW = 64
@@ -29,13 +28,14 @@ LIMIT = "2GiB"
 
 
 def capture(
-    loaded: LoadedModel,
+    model: PreTrainedModel,
     text: Sequence[int],
     steps: int,
     *,
     window: int = WINDOW,
     with_hidden: bool = False,
     limit: str | int = LIMIT,
+    name: str = "",
     document: str = "",
 ) -> Capture:
     """Keys, values and queries of a model that reads `text` with full attention.
@@ -47,6 +47,7 @@ def capture(
     window: how many queries of the prompt's end to keep.
     with_hidden: keep also what goes into each layer at each step.
     limit: most bytes that the arrays may have.
+    name, document: what the file says it is of; the model's class by default.
 
     Raises
     ------
@@ -60,7 +61,7 @@ def capture(
             f"steps={steps}, window={window}: expected at least 1, and fewer steps than the text "
             f"has tokens ({len(text):,})"
         )
-    model, prompt, forced = loaded.model, text[:-steps], text[-steps:]
+    prompt, forced = text[:-steps], text[-steps:]
     check_length(model, len(prompt), steps)
     geometry = geometry_of(model)
     window = min(window, len(prompt))
@@ -72,7 +73,7 @@ def capture(
         with _hidden_states(model, keeps=with_hidden) as hidden:
             for token in forced:
                 next_logits(model, [token], cache.kwargs)
-        return captured(recorder, loaded.name, document, hidden)
+        return captured(recorder, name or type(model).__name__, document, hidden)
 
 
 def full_engine(geometry: Geometry, tokens: int) -> SparseAttention:

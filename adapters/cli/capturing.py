@@ -26,11 +26,12 @@ def capture_document(options: argparse.Namespace, document: Document) -> Capture
     text = beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
     with waiting(f"reading {options.tokens:,} tokens and {options.steps} steps"):
         return capture(
-            loaded,
+            loaded.model,
             text,
             options.steps,
             window=options.window,
             with_hidden=options.hidden,
             limit=options.limit,
+            name=loaded.name,
             document=Path(options.document).name,
         )

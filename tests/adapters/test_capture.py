@@ -22,15 +22,9 @@ from tierstore.traces.file import read_trace, write_trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiny_models import LanguageModel as TinyModel
-
     from tierstore.adapters.models import LanguageModel
 
 STEPS, PROMPT = 5, 90
-
-
-def loaded(model: TinyModel) -> LoadedModel:
-    return LoadedModel(cast("LanguageModel", model), byte_tokenizer(), "tiny")
 
 
 def ids() -> list[int]:
@@ -41,7 +35,7 @@ def ids() -> list[int]:
 @torch.no_grad()
 def test_keys_values_and_queries_are_those_of_the_model() -> None:
     model = llama()
-    found = capture(loaded(model), ids(), STEPS, window=7, with_hidden=True)
+    found = capture(model, ids(), STEPS, window=7, with_hidden=True)
     cache = own_cache(model)
     model.set_attn_implementation("eager")
     own = model(
@@ -75,7 +69,7 @@ def _check_weights(weights: torch.Tensor, found: Capture, layer: int) -> None:
 
 
 def test_a_model_with_sliding_layers_gives_its_full_ones() -> None:
-    found = capture(loaded(gemma3()), ids(), STEPS, with_hidden=True)
+    found = capture(gemma3(), ids(), STEPS, with_hidden=True)
     assert len(found.keys) == 2
     assert found.hidden is not None
     assert found.hidden.shape == (2, STEPS, 64)
@@ -84,7 +78,7 @@ def test_a_model_with_sliding_layers_gives_its_full_ones() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_capture_survives_its_file(tmp_path: Path, dtype: torch.dtype) -> None:
     model = llama().to(dtype)
-    found = capture(loaded(model), ids(), STEPS, document="text.txt")
+    found = capture(model, ids(), STEPS, document="text.txt")
     found.save(tmp_path / "a.npz")
     again = Capture.load(tmp_path / "a.npz")
     assert (again.prompt_tokens, again.steps, again.dtype) == (PROMPT, STEPS, dtype)
@@ -96,7 +90,7 @@ def test_a_capture_survives_its_file(tmp_path: Path, dtype: torch.dtype) -> None
 
 
 def test_numpy_alone_reads_the_file(tmp_path: Path) -> None:
-    found = capture(loaded(llama().to(torch.bfloat16)), ids(), STEPS)
+    found = capture(llama().to(torch.bfloat16), ids(), STEPS)
     found.save(tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as archive:
         facts = json.loads(archive["header"].tobytes())["facts"]
@@ -112,7 +106,7 @@ def test_a_file_that_contradicts_itself_is_refused(
     tmp_path: Path, name: str, wrong: object
 ) -> None:
     path = tmp_path / "a.npz"
-    capture(loaded(llama()), ids(), STEPS).save(path)
+    capture(llama(), ids(), STEPS).save(path)
     facts, arrays = read_trace(path, KIND)
     write_trace(path, KIND, {**facts, name: wrong}, arrays)
     with pytest.raises(TraceError, match=r"a\.npz: expected"):
@@ -120,7 +114,7 @@ def test_a_file_that_contradicts_itself_is_refused(
 
 
 def test_what_is_too_much_is_refused_before_anything_runs() -> None:
-    model = loaded(llama())
+    model = llama()
     bytes_needed = 3 * (95 * 2 * 32 + (5 + 64) * 64) * 4
     capture(model, ids(), STEPS, limit=bytes_needed)
     with pytest.raises(ConfigError, match="take fewer tokens, or raise the limit"):
@@ -134,13 +128,15 @@ def test_the_command_writes_a_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tiny = loaded(llama(vocab_size=256))
+    model = cast("LanguageModel", llama(vocab_size=256))
+    tiny = LoadedModel(model, byte_tokenizer(), "tiny")
     monkeypatch.setattr(capturing, "load_model", lambda *_: tiny)
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 10)
     short = ["--document", "text.txt", "--tokens", "200", "--steps", "6", "--dtype", "float32"]
     assert main(["capture", "a.npz", *short]) == 0
     assert "a.npz: 200 tokens and 6 steps of 3 layers, " in capsys.readouterr().out
-    assert Capture.load(tmp_path / "a.npz").facts["document"] == "text.txt"
+    facts = Capture.load(tmp_path / "a.npz").facts
+    assert (facts["model"], facts["document"]) == ("tiny", "text.txt")
     for options, message in (
         (["a.npz", *short, "--steps", "0"], "steps=0: expected at least 1"),
         (["a.npz", *short, "--dtype", "int8"], "dtype='int8'"),

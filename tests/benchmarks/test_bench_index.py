@@ -42,7 +42,7 @@ def silent(progress: str) -> None:
 
 @pytest.fixture(scope="module")
 def seen(tiny_model: LoadedModel) -> Capture:
-    return capture(tiny_model, real_text(tiny_model.tokenizer, PROMPT + STEPS), STEPS)
+    return capture(tiny_model.model, real_text(tiny_model.tokenizer, PROMPT + STEPS), STEPS)
 
 
 def true_mass(seen: Capture, layer: int, tokens: int) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_perfect_selection_of_tokens_captures_nearly_all(seen: Capture) -> None:
 
 
 def test_a_prompt_without_anything_to_select_is_refused(tiny_model: LoadedModel) -> None:
-    short = capture(tiny_model, real_text(tiny_model.tokenizer, 130), 2)
+    short = capture(tiny_model.model, real_text(tiny_model.tokenizer, 130), 2)
     with pytest.raises(ConfigError, match="a prompt of 128 tokens: expected at least 132"):
         Truth(short)
 
