@@ -147,17 +147,14 @@ def _hidden_states(model: PreTrainedModel, *, keeps: bool) -> Iterator[list[torc
 
     kept: list[torch.Tensor] = []
     profile = profile_of(model)
-    layers = [
-        layer
-        for layer, held in zip(profile.decoder.layers, profile.held, strict=True)
-        if held and keeps
-    ]
+    layers: Any = profile.decoder.layers if keeps else ()
+    held = [layer for layer, is_held in zip(layers, profile.held, strict=keeps) if is_held]
 
     def keep(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         kept.append(hidden[0, -1].clone())
 
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in held]
     try:
         yield kept
     finally:

@@ -143,7 +143,7 @@ def measure_captures(say: Say, captures: Sequence[Capture], plan: Plan) -> Findi
 def _add_recall(say: Say, capture: Capture, plan: Plan, values: Values) -> None:
     truth = Truth(capture)
     for row in plan.rows:
-        found = measure_recall(truth, plan.table[row.index], row.block_tokens, plan.budgets)
+        found = measure_recall(truth, plan.table[row.name], row.block_tokens, plan.budgets)
         for measure in ("mass", "recall", "selected"):
             for budget, numbers in getattr(found, measure).items():
                 values[measure].setdefault(row.at(budget), []).extend(numbers)
@@ -159,7 +159,7 @@ def _findings(
 ) -> Findings:
     units = _PER_BUDGET | _COSTS
     measures = {name: Measure(units[name], found) for name, found in values.items() if found}
-    configurations = {str(row): plan.table[row.index].says for row in plan.rows}
+    configurations = {str(row): plan.table[row.name].says for row in plan.rows}
     return Findings(
         benchmark="index",
         machine=machine,

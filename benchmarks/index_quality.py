@@ -173,7 +173,7 @@ def _at_budgets(
     room = len(forced) + 2 * row.block_tokens
 
     def make(shape: IndexShape) -> Budgeted:
-        held.append(Budgeted(table[row.index].make(shape), room))
+        held.append(Budgeted(table[row.name].make(shape), room))
         return held[-1]
 
     preset = Preset(

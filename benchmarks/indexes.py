@@ -53,12 +53,12 @@ INDEXES: dict[str, Candidate] = {
 class Row(NamedTuple):
     """An index with one block size: a row of the tables."""
 
-    index: str
+    name: str
     block_tokens: int
 
     def __str__(self) -> str:
         unit = "tokens" if self.block_tokens == 1 else f"blocks of {self.block_tokens}"
-        return f"{self.index}, {unit}"
+        return f"{self.name}, {unit}"
 
     def at(self, budget: float) -> str:
         """Name of the row at a budget."""

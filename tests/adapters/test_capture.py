@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 STEPS, PROMPT = 5, 90
 
 
+def llama_of(dtype: torch.dtype) -> LanguageModel:
+    module: torch.nn.Module = llama()
+    return cast("LanguageModel", module.to(dtype))
+
+
 def ids() -> list[int]:
     found: list[int] = random_ids(1, PROMPT + STEPS)[0].tolist()
     return found
@@ -77,7 +82,7 @@ def test_a_model_with_sliding_layers_gives_its_full_ones() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_capture_survives_its_file(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = llama().to(dtype)
+    model = llama_of(dtype)
     found = capture(model, ids(), STEPS, document="text.txt")
     found.save(tmp_path / "a.npz")
     again = Capture.load(tmp_path / "a.npz")
@@ -90,7 +95,7 @@ def test_a_capture_survives_its_file(tmp_path: Path, dtype: torch.dtype) -> None
 
 
 def test_numpy_alone_reads_the_file(tmp_path: Path) -> None:
-    found = capture(llama().to(torch.bfloat16), ids(), STEPS)
+    found = capture(llama_of(torch.bfloat16), ids(), STEPS)
     found.save(tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as archive:
         facts = json.loads(archive["header"].tobytes())["facts"]

@@ -12,6 +12,7 @@ from tierstore.adapters.capture import capture
 from tierstore.adapters.cli import main
 from tierstore.benchmarks import index
 from tierstore.benchmarks.index import Plan, measure, measure_captures
+from tierstore.benchmarks.index_plot import draw
 from tierstore.benchmarks.index_quality import FULL, distances, questions
 from tierstore.benchmarks.indexes import BUDGETS, INDEXES, Candidate, Row, rows_of
 from tierstore.benchmarks.language import real_text
@@ -130,7 +131,7 @@ def test_measures_every_row_at_every_budget(tiny_model: LoadedModel, tmp_path: P
     for name in ("bytes", "build", "select"):
         assert set(data["measures"][name]["values"]) == set(map(str, plan.rows))
     assert set(data["configurations"]) == set(map(str, plan.rows))
-    index.draw(findings, plan.rows, plan.budgets, str(tmp_path / "plot.png"))
+    draw(findings, plan.rows, plan.budgets, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 

@@ -56,7 +56,7 @@ class Capture:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return self.keys.shape[2] - self.steps
+        return int(self.keys.shape[2]) - self.steps
 
     @property
     def steps(self) -> int:
