@@ -24,6 +24,7 @@ _INSTRUCTION = (
 _BREAK = "\n\n"
 # Code, grammar, tables and headings; prose starts at the left margin.
 _NOT_PROSE = re.compile(r"\A |^\.\. |::=|>>>|\*\*\*\*|====|~~~~|----", re.MULTILINE)
+_CHARACTERS_PER_TOKEN = 8  # more than real text has
 _SHORTEST_PARAGRAPH = 80  # characters; shorter ones are mostly labels
 
 
@@ -71,7 +72,7 @@ def builtin_document(
     # With its space: digits are tokens of their own, and a model may put a new line there instead.
     begun_answer = f"One of the special magic numbers for {city} is: "
     fact = f"{begun_answer}{number}."
-    prose = _builtin_prose()
+    prose = builtin_prose()
     fixed = sum(_lengths(tokenizer, (_INSTRUCTION, fact)))
     ends = list(accumulate(_lengths(tokenizer, prose), initial=fixed))
     if not fixed <= tokens <= ends[-1]:
@@ -112,6 +113,18 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     if not text.strip():
         raise ConfigError(f"document={str(path)!r}: is empty; pass a file with text in it")
     return Document(text.replace("\r\n", "\n"))
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> list[int]:
+    """The first `tokens` tokens of a text, without special ones. ConfigError if it has fewer."""
+    part = text[: _CHARACTERS_PER_TOKEN * tokens]
+    ids: list[int] = tokenizer.encode(part, add_special_tokens=False, verbose=False)[:tokens]
+    if len(ids) < tokens:
+        raise ConfigError(
+            f"the document has {len(ids):,} tokens, and {tokens:,} are needed with those to "
+            "decode; ask for fewer or give a longer one"
+        )
+    return ids
 
 
 def build_prompt(
@@ -157,8 +170,8 @@ def _lengths(tokenizer: PreTrainedTokenizerBase, paragraphs: tuple[str, ...]) ->
 
 
 @cache
-def _builtin_prose() -> tuple[str, ...]:
-    """Paragraphs of whole sentences, each once: topics quote one another."""
+def builtin_prose() -> tuple[str, ...]:
+    """Paragraphs of whole sentences of `pydoc_data.topics`, each once: topics quote one another."""
     from pydoc_data.topics import topics
 
     blocks = (block for topic in topics.values() for block in re.split(r"\n\s*\n", topic))

@@ -45,6 +45,10 @@ BENCHMARKS = {
         "how far sparse attention is from full attention, and whether it finds planted facts",
         frozenset({"tokens"}),
     ),
+    "index": Benchmark(
+        "every index at four budgets: attention found, KL, planted numbers, bytes and time",
+        frozenset({"tokens", "parts", "indexes", "documents", "captures", "model", "plot"}),
+    ),
     "replay": Benchmark(
         "a skewed trace through queue policies, and through libCacheSim where it is installed",
         frozenset({"repeat"}),
@@ -66,7 +70,10 @@ BENCHMARKS = {
         frozenset({"repeat", "traces"}),
     ),
 }
-_OPTIONS = ("repeat", "tokens", "layers", "disk", "parts", "records", "traces")
+_OPTIONS = (
+    "repeat", "tokens", "layers", "disk", "parts", "records", "traces", "indexes", "documents",
+    "captures", "model", "plot",
+)  # fmt: skip
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -91,12 +98,25 @@ def add_command(subparsers: Subparsers) -> None:
         help="where files lie (decode, store); default: the directory for temporary files",
     )
     parser.add_argument(
-        "--parts", metavar="LIST", help="what to measure of get,put,cold,open (store)"
+        "--parts",
+        metavar="LIST",
+        help="what to measure of get,put,cold,open (store), or of mass,kl,numbers (index)",
     )
     parser.add_argument(
         "--traces", metavar="DIR", help="attention traces (policies, which needs them; windows)"
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
+    _add_index_options(parser)
+
+
+def _add_index_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--indexes", metavar="LIST", help="which ones (index)")
+    parser.add_argument("--documents", metavar="LIST", help="text files to read (index)")
+    parser.add_argument(
+        "--captures", metavar="LIST", help="files of tierstore capture, instead of a model (index)"
+    )
+    parser.add_argument("--model", metavar="smollm2|DIR|FILE.gguf", help="the model (index)")
+    parser.add_argument("--plot", metavar="FILE", help="draw what was found (index)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ class Findings:
     configurations: what each name stands for.
     notes: sentences that a reader of the ratios needs.
     details: anything else worth keeping, as plain data.
+    tables: printed instead of the measures, where there are any.
     """
 
     benchmark: str
@@ -43,6 +44,7 @@ class Findings:
     ratios: Sequence[Ratio] = ()
     notes: Sequence[str] = ()
     details: Mapping[str, object] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON.
@@ -83,7 +85,10 @@ class Findings:
         console.print(f"\n{self.machine}", highlight=False, markup=False)
         settings = "; ".join(f"{name} {value}" for name, value in self.settings.items())
         console.print(settings, highlight=False, markup=False)
-        for name, measure in self.measures.items():
+        for table in self.tables:
+            console.print()
+            console.print(table)
+        for name, measure in self.measures.items() if not self.tables else ():
             console.print(f"\n{name}, {measure.unit}", highlight=False)
             console.print(self._measure_table(measure))
         if self.ratios:

@@ -11,10 +11,10 @@ import torch
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.attention.selectable import SelectableShare
 from tierstore.adapters.cli.screen import waiting
+from tierstore.adapters.documents import beginning
 from tierstore.adapters.generate import check_length, next_logits
 from tierstore.adapters.models import load_model
 from tierstore.adapters.presets import preset_named
-from tierstore.errors import ConfigError
 from tierstore.sizes import parse_budget
 from tierstore.traces.recorder import AttentionRecorder
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from tierstore.adapters.documents import Document
     from tierstore.adapters.models import LoadedModel
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tierstore.traces.attention import AttentionTrace
 
 _WORK_BYTES = 256 << 20
-_CHARACTERS_PER_TOKEN = 8  # more than real text has
 
 
 def record(options: argparse.Namespace, document: Document) -> AttentionTrace:
@@ -43,7 +42,7 @@ def record(options: argparse.Namespace, document: Document) -> AttentionTrace:
     with waiting(f"loading {options.model}"):
         loaded = load_model(options.model, getattr(torch, options.dtype), "cpu")
     check_length(loaded.model, options.tokens, options.steps)
-    text = _beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
+    text = beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
     context, forced = text[: options.tokens], text[options.tokens :]
     with waiting(f"recording {options.steps} steps"):
         return record_trace(
@@ -120,14 +119,3 @@ def record_steps(
             token = int(logits.argmax()) if forced is None else forced[step]
             logits = next_logits(model, [token], cache.kwargs)
     return recorder, measured.shares.flatten().tolist()
-
-
-def _beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> list[int]:
-    part = text[: _CHARACTERS_PER_TOKEN * tokens]
-    ids: list[int] = tokenizer.encode(part, add_special_tokens=False, verbose=False)[:tokens]
-    if len(ids) < tokens:
-        raise ConfigError(
-            f"the document has {len(ids):,} tokens, and {tokens:,} are needed with those to "
-            "decode; ask for fewer or give a longer one"
-        )
-    return ids

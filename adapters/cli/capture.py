@@ -1,0 +1,83 @@
+"""``tierstore capture``: run a model over a document and keep what its attention saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
+from tierstore.adapters.cli.json_file import check_target
+from tierstore.adapters.documents import read_document
+from tierstore.errors import ConfigError
+from tierstore.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tierstore.adapters.cli import Subparsers
+
+_DESCRIPTION = """
+Read a document with full attention, go on for some steps with its own continuation, and write the
+keys, values and queries of every layer to a file, on which tierstore bench index --captures
+compares indexes. The file is an .npz archive that NumPy reads.
+"""
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Add ``capture`` to the `tierstore` command."""
+    parser = subparsers.add_parser(
+        "capture", help="write keys and queries of a model to a file", description=_DESCRIPTION
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("file", metavar="FILE", help="file to write")
+    parser.add_argument("--document", required=True, metavar="TEXT", help="UTF-8 text")
+    parser.add_argument(
+        "--tokens", type=int, default=4_096, metavar="N", help="context; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=64, metavar="N", help="tokens to decode; default: %(default)s"
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=64,
+        metavar="N",
+        help="queries of the context's end to keep; default: %(default)s",
+    )
+    parser.add_argument(
+        "--hidden", action="store_true", help="keep also what goes into each layer at each step"
+    )
+    parser.add_argument(
+        "--limit", default="2GiB", metavar="SIZE", help="most bytes to keep; default: %(default)s"
+    )
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR|FILE.gguf",
+        help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check what can be checked without a model, then capture."""
+    for name in ("tokens", "steps", "window"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name}={getattr(options, name)}: expected at least 1")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    parse_size(options.limit, "limit")
+    check_target(options.file, "file")
+    document = read_document(options.document)
+    prepare_libraries()
+    from tierstore.adapters.cli.capturing import capture_document
+
+    found = capture_document(options, document)
+    path = Path(options.file)
+    found.save(path)
+    print(
+        f"{path}: {found.prompt_tokens:,} tokens and {found.steps} steps of "
+        f"{len(found.keys)} layers, {format_size(path.stat().st_size)}"
+    )
