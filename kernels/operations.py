@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
 import numpy as np
 
 from tierstore.kernels import reference
@@ -26,8 +30,31 @@ __all__ = [
 
 
 def backend_of(array: Array) -> str:
-    """The name of the backend that runs operations on `array`: ``numba`` or ``torch``."""
-    return "numba" if cpu is not None and is_host(array) else "torch"
+    """The name of the backend that runs operations on `array`.
+
+    ``numba`` for NumPy arrays and ``triton`` for those on a GPU; ``torch`` where Numba or Triton is
+    missing.
+    """
+    if is_host(array):
+        return "numba" if cpu is not None else "torch"
+    return "torch" if _triton() is None else "triton"
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """The Triton kernels, which nothing imports before an array on a GPU turns up."""
+    try:
+        return import_module("tierstore.kernels.triton")
+    except ImportError:
+        return None
+
+
+def _elsewhere(array: Array) -> ModuleType | None:
+    """The kernels that work on `array` as a tensor; None where Numba works on it as it is."""
+    backend = backend_of(array)
+    if backend == "numba":
+        return None
+    return reference if backend == "torch" else _triton()
 
 
 def attend_blocks(
@@ -61,8 +88,8 @@ def attend_blocks(
     weights: float32 work space [R, G, at least tokens in the row].
     merge: combine with what `out` and `lse` already hold (another disjoint key set).
     """
-    if backend_of(pool) == "torch":
-        reference.attend_blocks(query, pool, shape, row_ptr, slots, valid, strip_key, strip_value,
+    if (elsewhere := _elsewhere(pool)) is not None:
+        elsewhere.attend_blocks(query, pool, shape, row_ptr, slots, valid, strip_key, strip_value,
                                 strip_length, scale, out, lse, merge=merge)  # fmt: skip
         return
     kernel = cpu.attend_kernel(
@@ -85,8 +112,8 @@ def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Arr
     query: [R, G, d] elements. units: [R, u, d] elements. counts: int32 [R] units in use.
     out: float32 [R, G, u]; places behind a row's units are left as they are.
     """
-    if backend_of(units) == "torch":
-        reference.dot_logits(query, units, counts, scale, out)
+    if (elsewhere := _elsewhere(units)) is not None:
+        elsewhere.dot_logits(query, units, counts, scale, out)
         return
     kernel = cpu.dot_kernel(query.shape[1], query.shape[2])
     over_rows(
@@ -122,8 +149,8 @@ def combine_heads(
     heads: rows of a sequence, which ``"mean_all"`` averages over; they have equally many units.
     out: float32 [R, u]; places behind a row's units are left as they are, but for ``"mean_all"``.
     """
-    if backend_of(logits) == "torch":
-        reference.combine_heads(logits, counts, sizes, unit_tokens, aggregate, softmax, heads, out)
+    if (elsewhere := _elsewhere(logits)) is not None:
+        elsewhere.combine_heads(logits, counts, sizes, unit_tokens, aggregate, softmax, heads, out)
         return
     within = "mean_group" if aggregate == "mean_all" else aggregate
     if within == "per_query":
@@ -158,8 +185,8 @@ def pool_pages(
     kept: bool [R, b], blocks that must come first: they get the row's best score plus 1.
     blocks: int32 [R]. out: float32 [R, b]; places behind a row's blocks are left as they are.
     """
-    if backend_of(scores) == "torch":
-        reference.pool_pages(scores, unit_of, kept, blocks, pages_per_block, softmax, out)
+    if (elsewhere := _elsewhere(scores)) is not None:
+        elsewhere.pool_pages(scores, unit_of, kept, blocks, pages_per_block, softmax, out)
         return
     of = cpu.NO_UNITS if unit_of is None else unit_of
     keep = cpu.NO_FLAGS if kept is None else kept
@@ -200,10 +227,9 @@ def select_blocks(
     -------
     The number of ids written, ``row_ptr[-1]``.
     """
-    if backend_of(scores) == "torch":
-        return reference.select_blocks(
-            scores, counts, costs, unit_ptr, unit_blocks, budgets, row_ptr, ids, out_scores
-        )
+    if (elsewhere := _elsewhere(scores)) is not None:
+        return int(elsewhere.select_blocks(scores, counts, costs, unit_ptr, unit_blocks, budgets,
+                                           row_ptr, ids, out_scores))  # fmt: skip
     return int(
         cpu.select(
             scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores
