@@ -64,6 +64,4 @@ class GatherFromHost:
             return
         words = count * block_bytes // WORD
         grid = min(-(-words // THREADS), self._processors * _BLOCKS_EACH)
-        self._kernel(
-            (grid,), (THREADS,), (addresses, np.int64(count), np.int64(block_bytes), out)
-        )
+        self._kernel((grid,), (THREADS,), (addresses, np.int64(count), np.int64(block_bytes), out))

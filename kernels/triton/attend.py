@@ -12,7 +12,15 @@ import triton.language as tl
 
 from tierstore.kernels.element import Array, to_tensor
 from tierstore.kernels.shape import BlockShape
-from tierstore.kernels.triton.launch import launch, padded, processors, tensors, tiles
+from tierstore.kernels.triton.launch import (
+    launch,
+    narrow,
+    padded,
+    processors,
+    product,
+    tensors,
+    tiles,
+)
 
 TILE = 64
 """Tokens that a program attends to at once, in heads of at most 128 elements."""
@@ -24,7 +32,7 @@ _PROGRAMS_EACH = 2
 @triton.jit
 def fold(q, k, v, live, scale, peak, total, acc):
     """Take a tile of tokens into a running softmax: q [H, d], k [d, T], v [T, e], live [T]."""
-    s = tl.dot(q, k, input_precision="ieee") * scale
+    s = product(q, k, tl.zeros((q.shape[0], k.shape[1]), tl.float32)) * scale
     s = tl.where(live[None, :], s, float("-inf"))
     top = tl.maximum(peak, tl.max(s, 1))
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -33,13 +41,13 @@ def fold(q, k, v, live, scale, peak, total, acc):
     acc = acc * kept[:, None]
     total = total * kept + tl.sum(p, 1)
     if v.dtype == tl.float32:
-        acc = tl.dot(p, v, acc, input_precision="ieee")
+        acc = product(p, v, acc)
     else:
         # One half-precision weight would cost 8 bits or more; its rounding error is a second one.
         rounded = p.to(v.dtype)
         rest = (p - rounded.to(tl.float32)).to(v.dtype)
-        acc = tl.dot(rounded, v, acc)
-        acc = tl.dot(rest, v, acc)
+        acc = product(rounded, v, acc)
+        acc = product(rest, v, acc)
     return top, total, acc
 
 
@@ -137,7 +145,7 @@ def merge_kernel(parts, part_lse, out, lse, count, GROUP: tl.constexpr, VALUE: t
         total += kept
         acc += tl.load(out + mine * VALUE + j, mask=j < VALUE, other=0.0).to(tl.float32) * kept
     acc = acc / tl.where(total == 0, 1.0, total)
-    tl.store(out + mine * VALUE + j, acc.to(out.dtype.element_ty), mask=j < VALUE)
+    tl.store(out + mine * VALUE + j, narrow(acc, out.dtype.element_ty), mask=j < VALUE)
     tl.store(lse + mine, peak + tl.log(total))
 
 

@@ -32,9 +32,7 @@ def nearest_kernel(points, centroids, offsets, assignment, n, clusters, DIM: tl.
             mask=is_cluster[None, :] & (axis[:, None] < DIM),
             other=0.0,
         )
-        offset = tl.load(
-            offsets + row * clusters + cluster, mask=is_cluster, other=float("inf")
-        )
+        offset = tl.load(offsets + row * clusters + cluster, mask=is_cluster, other=float("inf"))
         score = tl.dot(x, c, input_precision="ieee") - offset[None, :]
         top = tl.max(score, 1)
         # The first of equals stays, in a tile as between tiles.
@@ -78,8 +76,8 @@ def nearest(
     """
     points, centroids = points.contiguous(), centroids.contiguous()
     rows, n, dim = points.shape
-    offsets = centroids.square().sum(-1) / 2 if euclidean else centroids.new_zeros(
-        centroids.shape[:2]
+    offsets = (
+        centroids.square().sum(-1) / 2 if euclidean else centroids.new_zeros(centroids.shape[:2])
     )
     assignment = points.new_empty((rows, n), dtype=torch.int64)
     launch(
@@ -89,9 +87,7 @@ def nearest(
     return assignment
 
 
-def means(
-    points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
-) -> torch.Tensor:
+def means(points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
     """The mean of each cluster's points, float32 [R, k, d]; an empty one takes its `fallback`.
 
     points: float32 [R, n, d]. assignment: int64 [R, n]. fallback: float32 [R, k, d].

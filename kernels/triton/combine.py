@@ -177,6 +177,4 @@ def pool_pages(
     )  # fmt: skip
     if kept is not None:
         keep = tensors(scores, kept.view("uint8"))[1]
-        launch(
-            keep_kernel, (len(n),), keep, n, result, keep.stride(0), result.stride(0), TILE=TILE
-        )
+        launch(keep_kernel, (len(n),), keep, n, result, keep.stride(0), result.stride(0), TILE=TILE)

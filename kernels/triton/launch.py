@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+import triton.language as tl
 
 from tierstore.kernels.element import Array, to_tensor
 
@@ -15,6 +16,28 @@ if TYPE_CHECKING:
 
 NARROWEST = 16
 """Least extent of a tile that enters a matrix product."""
+
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def product(a, b, acc):
+    """``a @ b + acc`` in float32, of two operands of one type."""
+    if _INTERPRETED:
+        # The interpreter (Triton 3.9) would multiply the bit patterns of bfloat16.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Float32 rounded to `dtype`, to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter (Triton 3.9) would cut the low bits off.
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 def tensors(*arrays: Array) -> list[torch.Tensor]:
@@ -53,7 +76,7 @@ def tiles(extent: int, tile: int) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a few where there is none and Triton interprets."""
+    """Multiprocessors of a device; two where there is none and Triton interprets."""
     if device.type == "cpu":
-        return 4
+        return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

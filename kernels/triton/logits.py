@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tierstore.kernels.element import Array
-from tierstore.kernels.triton.launch import launch, padded, tensors, tiles
+from tierstore.kernels.triton.launch import launch, padded, product, tensors, tiles
 
 TILE = 64
 """Units of a program."""
@@ -33,7 +33,7 @@ def dot_kernel(query, units, counts, out, scale, row_stride, unit_stride, out_ro
     )
     if q.dtype != u.dtype:
         q, u = q.to(tl.float32), u.to(tl.float32)
-    logits = tl.dot(q, u, input_precision="ieee") * scale
+    logits = product(q, u, tl.zeros((HEADS, TILE), tl.float32)) * scale
     tl.store(
         out + row * out_row + head[:, None] * out_head + unit[None, :],
         logits,
@@ -62,9 +62,9 @@ def box_kernel(query, high, low, counts, out, scale, row_stride, unit_stride, ou
     if q.dtype != highest.dtype:
         q, highest, lowest = q.to(tl.float32), highest.to(tl.float32), lowest.to(tl.float32)
     # Where q is positive the upper end is the corner that counts, elsewhere the lower one.
-    zero = tl.zeros_like(q)
-    logits = tl.dot(tl.where(q > 0, q, zero), highest, input_precision="ieee")
-    logits = tl.dot(tl.where(q < 0, q, zero), lowest, logits, input_precision="ieee")
+    sign, zero = q.to(tl.float32), tl.zeros_like(q)
+    logits = product(tl.where(sign > 0, q, zero), highest, tl.zeros((HEADS, TILE), tl.float32))
+    logits = product(tl.where(sign < 0, q, zero), lowest, logits)
     tl.store(
         out + row * out_row + head[:, None] * out_head + unit[None, :],
         logits * scale,

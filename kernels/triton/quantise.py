@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tierstore.kernels.element import Array
 from tierstore.kernels.quantise import Grid
-from tierstore.kernels.triton.launch import launch, tensors, tiles
+from tierstore.kernels.triton.launch import launch, narrow, tensors, tiles
 
 LINES = 16
 """Tokens of a tile."""
@@ -121,7 +121,7 @@ def decode_kernel(rows, low, scale, codes, row_stride, first, lines, token_group
     x = zero + code.to(tl.float32) * step
     x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     at = element(rows, row_stride, first, line[:, None], channel[None, :], TOKENS, CHANNELS)
-    tl.store(at, x.to(rows.dtype.element_ty), mask=inside)
+    tl.store(at, narrow(x, rows.dtype.element_ty), mask=inside)
 
 
 def ranges(rows: Array, first: int, grid: Grid, low: Array, high: Array) -> float:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tierstore.kernels.element import Array
-from tierstore.kernels.triton.launch import launch, padded, tensors
+from tierstore.kernels.triton.launch import launch, narrow, padded, tensors
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def page_kernel(keys, first, second, row_stride, token_stride, TOKENS: tl.conste
     place = (row * tl.num_programs(1) + page) * DIM + axis
     if MEAN:
         mean = tl.sum(k, 0) / TOKENS
-        tl.store(first + place, mean.to(first.dtype.element_ty), mask=axis < DIM)
+        tl.store(first + place, narrow(mean, first.dtype.element_ty), mask=axis < DIM)
     else:
         high = tl.max(tl.where(inside, k, float("-inf")), 0)
         low = tl.min(tl.where(inside, k, float("inf")), 0)

@@ -45,8 +45,22 @@ def cut_kernel(scores, counts, costs, budgets, cuts, found, score_stride, cost_s
 
 
 @triton.jit
-def write_kernel(scores, counts, costs, unit_ptr, unit_blocks, cuts, row_ptr, ids, out_scores,
-                 score_stride, cost_stride, ptr_stride, block_stride, TILE: tl.constexpr):
+def write_kernel(
+    scores,
+    counts,
+    costs,
+    unit_ptr,
+    unit_blocks,
+    cuts,
+    row_ptr,
+    ids,
+    out_scores,
+    score_stride,
+    cost_stride,
+    ptr_stride,
+    block_stride,
+    TILE: tl.constexpr,
+):
     """First the units above the cut, then those at it, each in unit order."""
     row = tl.program_id(0).to(tl.int64)
     n, cut = tl.load(counts + row), tl.load(cuts + row).to(tl.uint32)
@@ -61,7 +75,7 @@ def write_kernel(scores, counts, costs, unit_ptr, unit_blocks, cuts, row_ptr, id
             cost = tl.load(costs + row * cost_stride + unit, mask=is_picked, other=0)
             start = tl.load(unit_ptr + row * ptr_stride + unit, mask=is_picked, other=0)
             place = at + tl.cumsum(cost, 0) - cost
-            for i in range(0, tl.max(cost, 0)):
+            for i in range(tl.max(cost, 0)):
                 is_written = (i < cost) & (place + i < stop)
                 block = tl.load(
                     unit_blocks + row * block_stride + start + i, mask=is_written, other=0

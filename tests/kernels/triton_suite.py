@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import Stored, exactly, stored
 from test_attend_blocks import TINY, Case, assert_close, assert_lse_close, make_case, shape_name
@@ -27,16 +27,23 @@ from tierstore.kernels.triton import quantise as device_quantise
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-
+# The interpreter computes in NumPy, which warns of what devices do silently: log(0) is -inf.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+    if INTERPRETED
+    else pytest.mark.gpu
+]
 
 
 def examples(count: int) -> Any:
-    """So many under the interpreter, which takes milliseconds for each program."""
-    return settings(max_examples=count * (1 if INTERPRETED else 8), deadline=None)
+    """So many under the interpreter, which takes some 20 ms for each program: too slow to shrink."""
+    if not INTERPRETED:
+        return settings(max_examples=20 * count, deadline=None)
+    phases = [Phase.explicit, Phase.generate]
+    return settings(max_examples=count, deadline=None, phases=phases, derandomize=True)
 
 
-few = examples(6)
+few = examples(2)
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -93,7 +100,7 @@ def run_attention(
 )
 @few
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=2),
     seeds,
     st.sampled_from([0.1, 1.0, 10.0]),
 )
@@ -213,7 +220,7 @@ def test_dot_and_box_logits(
             assert np.isnan(found[row, :, count:]).all()
 
 
-@examples(20)
+@examples(8)
 @given(
     st.sampled_from(["sum", "max", "mean_group", "mean_all", "per_query"]),
     st.booleans(),
@@ -275,7 +282,7 @@ def test_pages_pool_as_the_reference_pools_them(
     np.testing.assert_allclose(back(out), expected, rtol=2e-6, atol=2e-6)
 
 
-@examples(12)
+@examples(4)
 @given(
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 60)), min_size=1, max_size=3),
     st.booleans(),
