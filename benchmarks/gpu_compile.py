@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from tierstore.errors import MissingExtraError
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TARGETS = (80, 90)
+
+
+class Kernel(Protocol):
+    """A function that Triton compiles."""
+
+    arg_names: list[str]
+    __name__: str
+    __module__: str
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Compiled:
     shared_bytes: int
 
 
-def _kernels() -> Iterator[tuple[Any, str, dict[str, str], dict[str, object]]]:
+def _kernels() -> Iterator[tuple[Kernel, str, dict[str, str], dict[str, object]]]:
     """Kernels with the types of their pointers and the constants of a Llama-3-8B geometry."""
     from tierstore.kernels.triton import (
         attend,
@@ -127,11 +135,32 @@ def _kernels() -> Iterator[tuple[Any, str, dict[str, str], dict[str, object]]]:
 
 _SCALARS = {"scale": "fp32", "unit_tokens": "fp32", "log_group": "fp32", "step": "i64"}
 _ARRAYS = frozenset(
-    ["out", "logits", "sizes", "norms", "scores", "out_scores", "parts", "part_lse", "lse", "points", "centroids", "offsets", "fallback", "means", "books", "tables", "first", "second"]
+    [
+        "out",
+        "logits",
+        "sizes",
+        "norms",
+        "scores",
+        "out_scores",
+        "parts",
+        "part_lse",
+        "lse",
+        "points",
+        "centroids",
+        "offsets",
+        "fallback",
+        "means",
+        "books",
+        "tables",
+        "first",
+        "second",
+    ]
 )
 
 
-def _signature(kernel: Any, types: dict[str, str], constants: dict[str, object]) -> dict[str, str]:
+def _signature(
+    kernel: Kernel, types: dict[str, str], constants: dict[str, object]
+) -> dict[str, str]:
     """The type of each argument: a pointer as `types` says, else to float32; or a number."""
     found = {}
     for name in kernel.arg_names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from tierstore.kernels import reference
 from tierstore.kernels.element import Array, is_host
 from tierstore.kernels.shape import BlockShape
 from tierstore.kernels.threads import over_rows
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 try:
     from tierstore.kernels import cpu

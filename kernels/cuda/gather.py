@@ -51,9 +51,10 @@ class GatherFromHost:
             size or `out` is not, or `out` is too small.
         """
         count = len(addresses)
-        if block_bytes <= 0 or block_bytes % WORD or out.data.ptr % WORD:
+        address = int(out.data.ptr)  # type: ignore[attr-defined]
+        if block_bytes <= 0 or block_bytes % WORD or address % WORD:
             raise ValueError(
-                f"block_bytes={block_bytes}, out at {out.data.ptr:#x}: expected multiples of {WORD}"
+                f"block_bytes={block_bytes}, out at {address:#x}: expected multiples of {WORD}"
             )
         if out.nbytes < count * block_bytes:
             raise ValueError(

@@ -6,12 +6,13 @@ its log-sum-exp, and a second kernel merges the parts. The strip is a part of it
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from tierstore.kernels.element import Array, to_tensor
-from tierstore.kernels.shape import BlockShape
 from tierstore.kernels.triton.launch import (
     launch,
     narrow,
@@ -21,6 +22,9 @@ from tierstore.kernels.triton.launch import (
     tensors,
     tiles,
 )
+
+if TYPE_CHECKING:
+    from tierstore.kernels.shape import BlockShape
 
 TILE = 64
 """Tokens that a program attends to at once, in heads of at most 128 elements."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from tierstore.kernels import reference
-from tierstore.kernels.element import Array
 from tierstore.kernels.triton.launch import launch, tensors, tiles
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
 
 TILE = 1024
 """Units or pages of a tile."""
@@ -46,8 +49,8 @@ def normaliser_kernel(logits, counts, sizes, norms, unit_tokens, row_stride, hea
 
 @triton.jit
 def combine_kernel(logits, counts, sizes, norms, out, log_group, row_stride, head_stride,
-                   size_stride, out_stride, GROUP: tl.constexpr, HEADS: tl.constexpr, AGGREGATE: tl.constexpr,
-                   SOFTMAX: tl.constexpr, SIZED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                   size_stride, out_stride, GROUP: tl.constexpr, HEADS: tl.constexpr,
+                   AGGREGATE: tl.constexpr, SOFTMAX: tl.constexpr, SIZED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1) * TILE + tl.arange(0, TILE)
     head = tl.arange(0, HEADS)
@@ -137,8 +140,8 @@ def combine_heads(
         )  # fmt: skip
     launch(
         combine_kernel, (rows, tiles(width, TILE)), raw, n, size, norms, result,
-        math.log(group), raw.stride(0), raw.stride(1), size.stride(0), result.stride(0), GROUP=group,
-        HEADS=int(triton.next_power_of_2(group)),
+        math.log(group), raw.stride(0), raw.stride(1), size.stride(0), result.stride(0),
+        GROUP=group, HEADS=int(triton.next_power_of_2(group)),
         AGGREGATE="mean_group" if aggregate == "mean_all" else aggregate,
         SOFTMAX=softmax, SIZED=sizes is not None, TILE=TILE,
     )  # fmt: skip

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from tierstore.kernels.element import Array
 from tierstore.kernels.tables import CHUNK
 from tierstore.kernels.triton.launch import launch, tensors, tiles
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
 
 TILE = 256
 """Blocks of a program."""

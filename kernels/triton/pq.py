@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from tierstore.kernels.element import Array
 from tierstore.kernels.triton.launch import launch, padded, tensors, tiles
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
 
 TILE = 128
 """Tokens of a program."""

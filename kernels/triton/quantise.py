@@ -5,13 +5,17 @@ Arguments are described once, in `tierstore.kernels.quantise`; here they live on
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from tierstore.kernels.element import Array
-from tierstore.kernels.quantise import Grid
 from tierstore.kernels.triton.launch import launch, narrow, tensors, tiles
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
+    from tierstore.kernels.quantise import Grid
 
 LINES = 16
 """Tokens of a tile."""
@@ -65,8 +69,8 @@ def ranges_kernel(rows, low, high, row_stride, first, lines, token_group, groups
 
 
 @triton.jit
-def codes_of(rows, low, scale, row_stride, first, line, channel, inside, group, wide, BITS: tl.constexpr,
-             TOKENS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+def codes_of(rows, low, scale, row_stride, first, line, channel, inside, group, wide,
+             BITS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     """Codes of elements [L, C], 0 outside."""
     at = element(rows, row_stride, first, line[:, None], channel[None, :], TOKENS, CHANNELS)
     own = group[:, None] * wide + (channel // GROUP)[None, :]

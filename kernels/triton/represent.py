@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from tierstore.kernels.element import Array
 from tierstore.kernels.triton.launch import launch, narrow, padded, tensors
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -12,23 +12,28 @@ import torch
 from tierstore.arrays import cupy
 from tierstore.kernels.cuda import GatherFromHost
 
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
+
 Launches = list[tuple[Any, ...]]
 
 
-def stand_in(launches: Launches) -> Any:
+def stand_in(launches: Launches) -> ModuleType:
     module = SimpleNamespace(get_function=lambda name: lambda *args: launches.append((name, *args)))
     device = SimpleNamespace(attributes={"MultiProcessorCount": 2})
-    return SimpleNamespace(
-        RawModule=lambda code, backend: module, cuda=SimpleNamespace(Device=lambda: device)
-    )
+    xp = ModuleType("cupy")
+    xp.RawModule = lambda code, backend: module  # type: ignore[attr-defined]
+    xp.cuda = SimpleNamespace(Device=lambda: device)  # type: ignore[attr-defined]
+    return xp
 
 
-def output(nbytes: int, address: int = 4096) -> Any:
-    return SimpleNamespace(nbytes=nbytes, data=SimpleNamespace(ptr=address))
+def output(nbytes: int, address: int = 4096) -> Array:
+    """What the gathering looks at of a CuPy array."""
+    return cast("Array", SimpleNamespace(nbytes=nbytes, data=SimpleNamespace(ptr=address)))
 
 
 @pytest.mark.parametrize(("block", "out"), [(24, output(96)), (0, output(96)), (16, output(96, 8))])
-def test_what_is_not_in_words_is_refused(block: int, out: Any) -> None:
+def test_what_is_not_in_words_is_refused(block: int, out: Array) -> None:
     launches: Launches = []
     with pytest.raises(ValueError, match="expected multiples of 16"):
         GatherFromHost(stand_in(launches))(np.zeros(2, np.uint64), block, out)

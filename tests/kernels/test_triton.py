@@ -1,4 +1,4 @@
-"""Triton kernels run under the interpreter, in a process of its own; nothing else imports Triton."""
+"""Triton kernels under the interpreter, in a process of its own; nothing else imports Triton."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import. On a machine with a GPU ``pytest tests/kernels/triton_suite.py`` runs it
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,13 @@ from test_attend_blocks import TINY, Case, assert_close, assert_lse_close, make_
 
 from tierstore.arrays import as_array
 from tierstore.kernels import quantise, reference, tables, triton
-from tierstore.kernels.element import to_tensor
+from tierstore.kernels.element import Array, to_tensor
 from tierstore.kernels.quantise import Grid
 from tierstore.kernels.triton import attend, clustering, pq
 from tierstore.kernels.triton import quantise as device_quantise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -35,8 +38,8 @@ pytestmark = [
 ]
 
 
-def examples(count: int) -> Any:
-    """So many under the interpreter, which takes some 20 ms for each program: too slow to shrink."""
+def examples(count: int) -> settings:
+    """So many under the interpreter, which takes 20 ms for each program: too slow to shrink."""
     if not INTERPRETED:
         return settings(max_examples=20 * count, deadline=None)
     phases = [Phase.explicit, Phase.generate]
@@ -57,7 +60,7 @@ SCORED = [
 ]
 
 
-def there(array: Stored) -> Any:
+def there(array: Stored) -> Array:
     """An array where the kernels run, sharing memory if that is here."""
     if INTERPRETED:
         return array
@@ -66,8 +69,11 @@ def there(array: Stored) -> Any:
     return device.view(array.dtype) if device.dtype != array.dtype else device
 
 
-def back(array: Any) -> npt.NDArray[Any]:
-    return array if INTERPRETED else array.get()
+def back(array: Array) -> Array:
+    if INTERPRETED:
+        return array
+    host: Array = array.get()  # type: ignore[attr-defined]
+    return host
 
 
 def singles(random: np.random.Generator, *shape: int) -> npt.NDArray[np.float32]:
@@ -432,7 +438,9 @@ def test_judging_is_that_of_the_directory(fault: str) -> None:
     slot_of = random.integers(-1, 90, handles).astype(np.int32)
     valid_of = random.integers(0, 5, handles).astype(np.uint8)
 
-    def run(operation: Any, place: Any) -> tuple[int, list[npt.NDArray[Any]]]:
+    def run(
+        operation: Callable[..., int], place: Callable[[Stored], Array]
+    ) -> tuple[int, list[npt.NDArray[Any]]]:
         outputs = [
             place(np.full(handles, -1, np.int64)), place(np.zeros(340, np.int32)),
             place(np.zeros(340, np.int32)), place(np.zeros(340, np.uint8)),
