@@ -50,7 +50,8 @@ def normaliser_kernel(logits, counts, sizes, norms, unit_tokens, row_stride, hea
 @triton.jit
 def combine_kernel(logits, counts, sizes, norms, out, log_group, row_stride, head_stride,
                    size_stride, out_stride, GROUP: tl.constexpr, HEADS: tl.constexpr,
-                   AGGREGATE: tl.constexpr, SOFTMAX: tl.constexpr, SIZED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                   AGGREGATE: tl.constexpr, SOFTMAX: tl.constexpr, SIZED: tl.constexpr,
+                   TILE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1) * TILE + tl.arange(0, TILE)
     head = tl.arange(0, HEADS)

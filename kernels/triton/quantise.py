@@ -70,7 +70,8 @@ def ranges_kernel(rows, low, high, row_stride, first, lines, token_group, groups
 
 @triton.jit
 def codes_of(rows, low, scale, row_stride, first, line, channel, inside, group, wide,
-             BITS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+             BITS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+             GROUP: tl.constexpr):  # fmt: skip
     """Codes of elements [L, C], 0 outside."""
     at = element(rows, row_stride, first, line[:, None], channel[None, :], TOKENS, CHANNELS)
     own = group[:, None] * wide + (channel // GROUP)[None, :]
