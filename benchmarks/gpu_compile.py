@@ -49,12 +49,13 @@ class Compiled:
 
 def _kernels() -> Iterator[tuple[Kernel, str, dict[str, str], dict[str, object]]]:
     """Kernels with the types of their pointers and the constants of a Llama-3-8B geometry."""
+    from tierstore.kernels import tables
     from tierstore.kernels.triton import (
         attend,
         clustering,
         combine,
+        directory,
         gather,
-        judge,
         logits,
         pq,
         quantise,
@@ -130,7 +131,7 @@ def _kernels() -> Iterator[tuple[Kernel, str, dict[str, str], dict[str, object]]
     yield pq.scan_kernel, "G4 8 x 6 bits", types, {
         "GROUP": 4, "PARTS": 8, "ENTRIES": 64, "HEADS": 4, "TILE": pq.TILE,
     }  # fmt: skip
-    yield judge.judge_kernel, "", types, {"CHUNK": judge.CHUNK, "TILE": judge.TILE}
+    yield directory.judge_kernel, "", types, {"CHUNK": tables.CHUNK, "TILE": directory.TILE}
 
 
 _SCALARS = {"scale": "fp32", "unit_tokens": "fp32", "log_group": "fp32", "step": "i64"}

@@ -6,8 +6,8 @@ They are specified by `tierstore.kernels.reference`, `tierstore.kernels.clusteri
 
 from tierstore.kernels.triton.attend import attend_blocks, merge_parts
 from tierstore.kernels.triton.combine import combine_heads, pool_pages
+from tierstore.kernels.triton.directory import judge
 from tierstore.kernels.triton.gather import gather_blocks
-from tierstore.kernels.triton.judge import judge
 from tierstore.kernels.triton.logits import box_logits, dot_logits
 from tierstore.kernels.triton.represent import page_bounds, page_means
 from tierstore.kernels.triton.select import select_blocks
