@@ -13,13 +13,14 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 TARGETS = (80, 90)
 
@@ -47,7 +48,7 @@ class Compiled:
     shared_bytes: int
 
 
-def _kernels() -> Iterator[tuple[Kernel, str, dict[str, str], dict[str, object]]]:
+def _kernels() -> Iterator[tuple[Kernel, str, Mapping[str, str], Mapping[str, object]]]:
     """Kernels with the types of their pointers and the constants of a Llama-3-8B geometry."""
     from tierstore.kernels import tables
     from tierstore.kernels.triton import (
@@ -76,7 +77,7 @@ def _kernels() -> Iterator[tuple[Kernel, str, dict[str, str], dict[str, object]]
             ("query", "units", "high", "low", "pool", "strip_key", "strip_value", "keys", "rows",
              "out"), f"*{element}",
         )  # fmt: skip
-        for dim in (128, 256):
+        for dim in (128, 256) if element == "bf16" else (128,):
             heads = {"GROUP": 4, "HEADS": 16}
             name = f"G4 d{dim} {element}"
             scored = {**heads, "DIM": dim, "WIDTH": dim, "TILE": logits.TILE}
@@ -160,7 +161,7 @@ _ARRAYS = frozenset(
 
 
 def _signature(
-    kernel: Kernel, types: dict[str, str], constants: dict[str, object]
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, object]
 ) -> dict[str, str]:
     """The type of each argument: a pointer as `types` says, else to float32; or a number."""
     found = {}
@@ -168,7 +169,7 @@ def _signature(
         is_offset = name == "first" and kernel.arg_names[0] in {"rows", "codes"}
         if name in constants:
             found[name] = "constexpr"
-        elif name in types and not (name == "blocks" and "blocks" not in types):
+        elif name in types:
             found[name] = types[name]
         elif name in _ARRAYS and not is_offset:
             found[name] = "*fp32"
@@ -252,11 +253,12 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def main(target: str | None = None) -> None:
     """Compile, print a Markdown table, and write JSON where a file is named."""
-    rows = [*compile_triton(), *compile_cuda()]
+    rows = []
     print("| kernel | shape | target | registers | spilled bytes | shared memory |")
     print("|---|---|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
+    for row in chain(compile_cuda(), compile_triton()):
+        rows.append(row)
+        print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |", flush=True)
     if target is not None:
         versions = {name: metadata.version(name) for name in ("triton", "nvidia-cuda-nvrtc")}
         report = {"versions": versions, "kernels": [asdict(row) for row in rows]}
