@@ -16,7 +16,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import Stored, exactly, stored
-from test_attend_blocks import TINY, Case, assert_close, assert_lse_close, make_case, shape_name
+from test_attend_blocks import (  # type: ignore[import-not-found]
+    TINY,
+    Case,
+    assert_close,
+    assert_lse_close,
+    make_case,
+    shape_name,
+)
 
 from tierstore.arrays import as_array
 from tierstore.kernels import quantise, reference, tables, triton
@@ -206,8 +213,8 @@ def test_dot_and_box_logits(
     rows, room = len(counts), max(counts) + 1
     query = stored(random.standard_normal((rows, group, dim)), dtype)
     a, b = random.standard_normal((2, rows, room, dim))
-    for row, n in enumerate(counts):
-        a[row, n:], b[row, n:] = np.nan, np.nan
+    for row, count in enumerate(counts):
+        a[row, count:], b[row, count:] = np.nan, np.nan
     high, low = stored(np.maximum(a, b), dtype), stored(np.minimum(a, b), dtype)
     n = np.array(counts, np.int32)
     dots, boxes = (there(np.full((rows, group, room), np.nan, np.float32)) for _ in range(2))
