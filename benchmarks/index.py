@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from rich.table import Table
 
-from tierstore.adapters.cli.json_file import check_target
+from tierstore.adapters.cli.pictures import new_figure
 from tierstore.adapters.documents import beginning, read_document
 from tierstore.adapters.models import DEMO_MODEL, load_model
 from tierstore.benchmarks.findings import Findings
@@ -77,7 +77,7 @@ def run(
     """Measure a model in bfloat16, or captures of one."""
     plan = Plan(rows_of(INDEXES, _listed(indexes)), parts=_parts(parts, captures))
     if plot is not None:
-        check_target(plot, "plot")
+        new_figure(1, 1, plot)  # Refuses what could not be drawn after all the work.
     if captures is not None:
         seen = [_loaded(name) for name in _listed(captures) or ()]
         findings = measure_captures(say, seen, plan)

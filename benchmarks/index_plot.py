@@ -31,7 +31,7 @@ def draw(findings: Findings, rows: Sequence[Row], budgets: Sequence[float], path
     MissingExtraError without matplotlib, ConfigError if the file cannot be written.
     """
     shown = [name for name in _LABELS if name in findings.measures]
-    figure = new_figure(5 * len(shown), 9)
+    figure = new_figure(5 * len(shown), 9, path)
     axes = figure.subplots(2, len(shown), squeeze=False)
     near = min(budgets, key=lambda budget: abs(budget - _BUDGET))
     for column, name in enumerate(shown):

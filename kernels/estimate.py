@@ -46,7 +46,7 @@ def attend_clusters(
     out, lse: float32 [R, G, e]; float32 [R, G] natural log-sum-exp.
     merge: combine with what `out` and `lse` already hold (the exact part).
     """
-    if backend_of(centroids) == "torch":
+    if backend_of(centroids) != "numba":
         reference.attend_clusters(
             query, centroids, values, sizes, row_ptr, units, scale, out, lse, merge=merge
         )
@@ -97,7 +97,7 @@ def attend_sampled(
     out, lse: float32 [R, G, e]; float32 [R, G] natural log-sum-exp.
     merge: combine with what `out` and `lse` already hold (the exact part).
     """
-    if backend_of(pool) == "torch":
+    if backend_of(pool) != "numba":
         reference.attend_sampled(query, pool, shape, row_ptr, slots, valid, blocks, collisions,
                                  centre, bits, tables, scale, out, lse, merge=merge)  # fmt: skip
         return
@@ -121,7 +121,7 @@ def pack_signs(projections: Array, bits: int, out: Array) -> None:
     projections: float32 [R, n, L * bits], table after table. bits: 1 to 15.
     out: int16 [R, n, L].
     """
-    if backend_of(projections) == "torch":
+    if backend_of(projections) != "numba":
         reference.pack_signs(projections, bits, out)
         return
     over_rows(
@@ -139,7 +139,7 @@ def count_collisions(asked: Array, codes: Array, counts: Array, out: Array) -> N
     asked, codes: int16 [R, G, L], [R, u, L]. counts: int32 [R] keys in use.
     out: float32 [R, G, u]; places behind a row's keys are left as they are.
     """
-    if backend_of(codes) == "torch":
+    if backend_of(codes) != "numba":
         reference.count_collisions(asked, codes, counts, out)
         return
     kernel = cpu.collision_kernel(asked.shape[1], asked.shape[2])
@@ -174,7 +174,7 @@ def search_graph(
     out: float32 [R, G, u]: logits of the nodes that were seen, -inf of the others; places behind a
         row's nodes are left as they are.
     """
-    if backend_of(vectors) == "torch":
+    if backend_of(vectors) != "numba":
         dot_logits(query, vectors, counts, scale, out)
         return
     kernel = cpu.search_kernel(query.shape[1], query.shape[2], edges.shape[2])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from tierstore.kernels import reference
 from tierstore.kernels.element import Array, is_host
 from tierstore.kernels.shape import BlockShape
 from tierstore.kernels.threads import over_rows
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 try:
     from tierstore.kernels import cpu
@@ -33,8 +40,31 @@ __all__ = [
 
 
 def backend_of(array: Array) -> str:
-    """The name of the backend that runs operations on `array`: ``numba`` or ``torch``."""
-    return "numba" if cpu is not None and is_host(array) else "torch"
+    """The name of the backend that runs operations on `array`.
+
+    ``numba`` for NumPy arrays and ``triton`` for those on a GPU; ``torch`` where Numba or Triton is
+    missing.
+    """
+    if is_host(array):
+        return "numba" if cpu is not None else "torch"
+    return "torch" if _triton() is None else "triton"
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """The Triton kernels, which nothing imports before an array on a GPU turns up."""
+    try:
+        return import_module("tierstore.kernels.triton")
+    except ImportError:
+        return None
+
+
+def _elsewhere(array: Array) -> ModuleType | None:
+    """The kernels that work on `array` as a tensor; None where Numba works on it as it is."""
+    backend = backend_of(array)
+    if backend == "numba":
+        return None
+    return reference if backend == "torch" else _triton()
 
 
 def attend_blocks(
@@ -68,8 +98,8 @@ def attend_blocks(
     weights: float32 work space [R, G, at least tokens in the row].
     merge: combine with what `out` and `lse` already hold (another disjoint key set).
     """
-    if backend_of(pool) == "torch":
-        reference.attend_blocks(query, pool, shape, row_ptr, slots, valid, strip_key, strip_value,
+    if (elsewhere := _elsewhere(pool)) is not None:
+        elsewhere.attend_blocks(query, pool, shape, row_ptr, slots, valid, strip_key, strip_value,
                                 strip_length, scale, out, lse, merge=merge)  # fmt: skip
         return
     kernel = cpu.attend_kernel(
@@ -119,7 +149,7 @@ def attend_low_rank(
         tokens they hold; int32 [m]; uint8 [m].
     out, lse, weights, merge: as for `attend_blocks`; weights needs no room for strips.
     """
-    if backend_of(pool) == "torch":
+    if backend_of(pool) != "numba":
         reference.attend_low_rank(query, left, right, cos, sin, pool, shape, row_ptr, blocks,
                                   slots, valid, scale, out, lse, merge=merge)  # fmt: skip
         return
@@ -148,7 +178,7 @@ def box_logits(
     query: [R, G, d] elements. high, low: [R, u, d] elements, high >= low. counts: int32 [R].
     scale: positive. out: float32 [R, G, u]; places behind a row's units are left as they are.
     """
-    if backend_of(high) == "torch":
+    if backend_of(high) != "numba":
         reference.box_logits(query, high, low, counts, scale, out)
         return
     kernel = cpu.box_kernel(query.shape[1], query.shape[2])
@@ -167,8 +197,8 @@ def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Arr
     query: [R, G, d] elements. units: [R, u, d] elements. counts: int32 [R] units in use.
     out: float32 [R, G, u]; places behind a row's units are left as they are.
     """
-    if backend_of(units) == "torch":
-        reference.dot_logits(query, units, counts, scale, out)
+    if (elsewhere := _elsewhere(units)) is not None:
+        elsewhere.dot_logits(query, units, counts, scale, out)
         return
     kernel = cpu.dot_kernel(query.shape[1], query.shape[2])
     over_rows(
@@ -206,8 +236,8 @@ def combine_heads(
     heads: rows of a sequence, which ``"mean_all"`` averages over; they have equally many units.
     out: float32 [R, u]; places behind a row's units are left as they are, but for ``"mean_all"``.
     """
-    if backend_of(logits) == "torch":
-        reference.combine_heads(
+    if (elsewhere := _elsewhere(logits)) is not None:
+        elsewhere.combine_heads(
             logits, counts, sizes, unit_tokens, beside, aggregate, softmax, heads, out
         )
         return
@@ -238,7 +268,7 @@ def weigh_strips(
     query: [R, G, d] elements. strip_key, strip_length: [R, s, d] elements; int32 [R] keys in use.
     out: float32 [R, G].
     """
-    if backend_of(strip_key) == "torch":
+    if backend_of(strip_key) != "numba":
         reference.weigh_strips(query, strip_key, strip_length, scale, out)
         return
     kernel = cpu.weigh_kernel(query.shape[1], query.shape[2])
@@ -262,8 +292,8 @@ def pool_pages(
     kept: bool [R, b], blocks that must come first: they get the row's best score plus 1.
     blocks: int32 [R]. out: float32 [R, b]; places behind a row's blocks are left as they are.
     """
-    if backend_of(scores) == "torch":
-        reference.pool_pages(scores, unit_of, kept, blocks, pages_per_block, softmax, out)
+    if (elsewhere := _elsewhere(scores)) is not None:
+        elsewhere.pool_pages(scores, unit_of, kept, blocks, pages_per_block, softmax, out)
         return
     of = cpu.NO_UNITS if unit_of is None else unit_of
     keep = cpu.NO_FLAGS if kept is None else kept
@@ -304,10 +334,9 @@ def select_blocks(
     -------
     The number of ids written, ``row_ptr[-1]``.
     """
-    if backend_of(scores) == "torch":
-        return reference.select_blocks(
-            scores, counts, costs, unit_ptr, unit_blocks, budgets, row_ptr, ids, out_scores
-        )
+    if (elsewhere := _elsewhere(scores)) is not None:
+        return int(elsewhere.select_blocks(scores, counts, costs, unit_ptr, unit_blocks, budgets,
+                                           row_ptr, ids, out_scores))  # fmt: skip
     return int(
         cpu.select(
             scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores
@@ -324,7 +353,7 @@ def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Arra
     ----------
     points, centroids, offsets: float32 [R, n, d], [R, k, d], [R, k]. out: integers [R, n].
     """
-    if backend_of(points) == "torch":
+    if backend_of(points) != "numba":
         reference.nearest_centroids(points, centroids, offsets, out)
         return
     kernel = cpu.nearest_kernel(points.shape[2])
@@ -342,7 +371,7 @@ def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> Non
     ----------
     points, labels: float32 [R, n, d]; int64 [R, n]. sums, sizes: float32 [R, k, d]; int64 [R, k].
     """
-    if backend_of(points) == "torch":
+    if backend_of(points) != "numba":
         reference.cluster_sums(points, labels, sums, sizes)
         return
     over_rows(
@@ -361,7 +390,7 @@ def pack_codes(codes: Array, first: int, packed: Array) -> None:
     ----------
     codes: uint8 [R, n, m], below 2**b. packed: int64 [R, groups, m, b].
     """
-    if backend_of(packed) == "torch":
+    if backend_of(packed) != "numba":
         reference.pack_codes(codes, first, packed)
         return
     cpu.pack(codes, first, packed)
@@ -382,7 +411,7 @@ def pq_logits(
     codes: int64 [R, groups, m, b], as `pack_codes` writes them. counts: int32 [R] tokens.
     out: float32 [R, G, 64 * groups]; places behind a row's tokens hold anything.
     """
-    if backend_of(codes) == "torch":
+    if backend_of(codes) != "numba":
         reference.pq_logits(query, codewords, codes, counts, scale, out)
         return
     parts, bits = codes.shape[2:]

@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE_DIRS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
 
 # These packages need their engine when they are imported; all else only when it is used.
-ENGINE_ADAPTERS = ("tierstore.adapters.transformers",)
+NEED_AN_EXTRA = ("tierstore.adapters.transformers", "tierstore.kernels.triton")
 EXTRAS = (
     "transformers", "gguf", "cupy", "kvikio", "redis", "triton", "matplotlib", "libcachesim",
     "prometheus_client", "diskcache", "rocksdict",
@@ -86,7 +86,7 @@ def lint_imports(installed: Path) -> subprocess.CompletedProcess[str]:
 def test_wheel_holds_every_module_and_the_typing_marker(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("tierstore/")}
-    expected = {"tierstore/py.typed"}
+    expected = {"tierstore/py.typed", "tierstore/kernels/cuda/gather.cu"}
     for name, path in modules_of_checkout().items():
         file = name.replace(".", "/")
         expected.add(f"{file}/__init__.py" if path.name == "__init__.py" else f"{file}.py")
@@ -102,7 +102,7 @@ def test_mapped_folders_resolve_from_the_checkout_and_from_elsewhere(tmp_path: P
 
 
 def test_imports_without_any_extra(installed: Path) -> None:
-    modules = sorted(m for m in modules_of_checkout() if not m.startswith(ENGINE_ADAPTERS))
+    modules = sorted(m for m in modules_of_checkout() if not m.startswith(NEED_AN_EXTRA))
     program = IMPORT_WITHOUT_EXTRAS.format(extras=EXTRAS, modules=modules)
     answer = run(sys.executable, "-P", "-c", program, cwd=installed, pythonpath=installed)
     assert answer.returncode == 0, answer.stderr

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
-from tierstore.adapters.cli.json_file import check_target
 from tierstore.adapters.documents import read_document
+from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
-from tierstore.sizes import format_size, parse_size
+from tierstore.sizes import MOST, format_size, parse_size
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -64,8 +65,7 @@ def add_command(subparsers: Subparsers) -> None:
 def run(options: argparse.Namespace) -> None:
     """Check what can be checked without a model, then capture."""
     for name in ("tokens", "steps", "window"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)}: expected at least 1")
+        check_whole(name, getattr(options, name), 1, MOST)
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
     parse_size(options.limit, "limit")

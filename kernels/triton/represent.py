@@ -1,0 +1,54 @@
+"""What stands for a page: the mean of its keys, or the least box around them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from tierstore.kernels.triton.launch import launch, narrow, padded, tensors
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
+
+
+@triton.jit
+def page_kernel(keys, first, second, row_stride, token_stride, TOKENS: tl.constexpr,
+                DIM: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
+                MEAN: tl.constexpr):  # fmt: skip
+    row, page = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.arange(0, ROOM)
+    axis = tl.arange(0, WIDTH)
+    inside = (token[:, None] < TOKENS) & (axis[None, :] < DIM)
+    at = (page * TOKENS + token[:, None]).to(tl.int64) * token_stride + axis[None, :]
+    k = tl.load(keys + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    place = (row * tl.num_programs(1) + page) * DIM + axis
+    if MEAN:
+        mean = tl.sum(k, 0) / TOKENS
+        tl.store(first + place, narrow(mean, first.dtype.element_ty), mask=axis < DIM)
+    else:
+        high = tl.max(tl.where(inside, k, float("-inf")), 0)
+        low = tl.min(tl.where(inside, k, float("inf")), 0)
+        tl.store(first + place, high.to(first.dtype.element_ty), mask=axis < DIM)
+        tl.store(second + place, low.to(second.dtype.element_ty), mask=axis < DIM)
+
+
+def _run(keys: Array, page_tokens: int, first: Array, second: Array, *, mean: bool) -> None:
+    k, a, b = tensors(keys, first, second)
+    rows, tokens, dim = k.shape
+    launch(
+        page_kernel, (rows, tokens // page_tokens), k, a, b, k.stride(0), k.stride(1),
+        TOKENS=page_tokens, DIM=dim, ROOM=int(triton.next_power_of_2(page_tokens)),
+        WIDTH=padded(dim), MEAN=mean,
+    )  # fmt: skip
+
+
+def page_means(keys: Array, page_tokens: int, out: Array) -> None:
+    """Means [R, n / page_tokens, d] of the keys [R, n, d] of each page."""
+    _run(keys, page_tokens, out, out, mean=True)
+
+
+def page_bounds(keys: Array, page_tokens: int, high: Array, low: Array) -> None:
+    """Greatest and least [R, n / page_tokens, d] of the keys [R, n, d] of each page."""
+    _run(keys, page_tokens, high, low, mean=False)
