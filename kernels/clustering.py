@@ -113,12 +113,12 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
         operations.nearest_centroids(p, c, o, found.numpy())
         return found
     rows, clusters = offsets.shape
-    found = [
+    labels = [
         # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
         torch.baddbmm(offsets[:, None], part, centroids.transpose(1, 2)).max(-1).indices
         for part in points.split(max(1, _PRODUCTS // (rows * clusters)), dim=1)
     ]
-    return torch.cat(found, 1)
+    return torch.cat(labels, 1)
 
 
 def _is_for_kernel(points: torch.Tensor) -> bool:
