@@ -16,8 +16,9 @@ _GAIN = 0.25
 attention, so that what is left of a deviation shrinks by a quarter to 0.4 in each step; the loop
 is stable up to e^8."""
 
-_LARGEST_STEP = 0.25
-"""Nats by which one step moves at most: so much it swings, at worst."""
+_LARGEST_STEP, _SMALLEST_STEP = 0.25, 0.01
+"""Nats by which one step moves at most. The limit halves whenever the difference turns round and
+grows by a fifth while it goes on, so that it settles also where bytes fall off a cliff."""
 
 
 class Hysteresis:
@@ -37,6 +38,7 @@ class Hysteresis:
     def reset(self) -> None:
         """Forget what was fetched: begin with the first difference again."""
         self.delta = self._first
+        self._limit, self._was_up = _LARGEST_STEP, True
 
     @property
     def is_on(self) -> bool:
@@ -48,7 +50,11 @@ class Hysteresis:
         if self.target_bytes is None:
             return
         error = math.log(max(fetched_bytes, 1) / self.target_bytes)
-        change = min(max(_GAIN * error, -_LARGEST_STEP), _LARGEST_STEP)
+        is_up = error > 0
+        limit = self._limit * (1.2 if is_up == self._was_up else 0.5)
+        self._limit = min(max(limit, _SMALLEST_STEP), _LARGEST_STEP)
+        self._was_up = is_up
+        change = min(max(_GAIN * error, -self._limit), self._limit)
         self.delta = min(max(self.delta + change, 0.0), MOST)
 
 

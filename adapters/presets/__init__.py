@@ -71,8 +71,8 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("best", WeightedPQIndex, attends_residents=True),
         Preset("kvdrive", HierarchicalIndex, Lookahead, attends_residents=True),
+        Preset("best", WeightedPQIndex, attends_residents=True),
         Preset("chunk-mean", ChunkMeanIndex, LRU, block_tokens=8),
         Preset("exact", ExactIndex, Lookahead),
         Preset("random", ExactIndex, Random),

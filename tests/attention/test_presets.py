@@ -26,6 +26,7 @@ def test_a_preset_without_a_policy_runs_with_the_default_for_attention() -> None
 def test_published_systems_and_yardsticks_keep_the_policies_they_name() -> None:
     assert {name: preset.policy for name, preset in PRESETS.items()} == {
         "kvdrive": Lookahead,
+        "best": Blend,
         "chunk-mean": LRU,
         "exact": Lookahead,
         "random": Random,

@@ -265,7 +265,7 @@ def test_without_a_window_hysteresis_attends_to_the_selected_that_are_there(
 
 
 def test_a_steered_difference_follows_its_target() -> None:
-    target = 3 << 10
+    target = 2 << 10
     run = Run(replace(PRESETS["kvdrive"], hysteresis=f"{target}B"), seed=4)
     run.steps(60)
     before = run.engine.report().fetched_bytes
