@@ -69,14 +69,15 @@ class Run:
         return blocks_attended
 
     def masses(self, step: int, segment: int) -> np.ndarray:
-        """Log mass of each block, summed over tokens and the heads' softmaxes over all blocks."""
+        """Log mass of each block, summed over tokens and the heads' softmaxes over all tokens."""
         layer, row = divmod(segment, SEQUENCES * 2)
         blocks = int(self.trace.blocks[step, segment])
-        keys = self.keys[step][layer][row, SINKS : SINKS + blocks * BLOCK]
+        keys = self.keys[step][layer][row]
         logits = self.queries[step][layer][row] @ keys.T * SCALE
         weights = np.exp(logits - logits.max(1, keepdims=True))
         shares = (weights / weights.sum(1, keepdims=True)).sum(0)
-        mass: np.ndarray = np.log(shares.reshape(blocks, BLOCK).sum(1))
+        inside = shares[SINKS : SINKS + blocks * BLOCK]
+        mass: np.ndarray = np.log(inside.reshape(blocks, BLOCK).sum(1))
         return mass
 
 
