@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierstore.adapters.attention.forwarding import Forwarding
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    from tierstore.adapters.attention import Geometry, Report, SparseAttention
+    from tierstore.adapters.attention import SparseAttention
 
 
-class Alternatives:
+class Alternatives(Forwarding):
     """An engine made of engines: several tokens at once go to all, a single one to the chosen one.
 
     For one sequence without padding. Before another engine is chosen, single tokens have to be
@@ -23,57 +24,31 @@ class Alternatives:
 
     def __init__(self, engines: Mapping[str, SparseAttention]) -> None:
         self._engines = dict(engines)
-        self._chosen = next(iter(self._engines))
+        super().__init__(next(iter(self._engines.values())))
 
     def choose(self, name: str) -> None:
         """Let engine `name` attend from now on."""
         if name not in self._engines:
             raise ConfigError(f"engine {name!r}: expected one of {', '.join(self._engines)}")
-        self._chosen = name
+        self.engine = self._engines[name]
 
     @property
     def names(self) -> tuple[str, ...]:
         """All that can be chosen."""
         return tuple(self._engines)
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._engine.geometry
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        valid: torch.Tensor | None = None,
-        scale: float,
-    ) -> torch.Tensor:
-        out = self._engine.attend(layer, query, key, value, valid=valid, scale=scale)
+    def on_attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> None:
         if query.shape[2] > 1:
-            for name, engine in self._engines.items():
-                if name != self._chosen:
+            for engine in self._engines.values():
+                if engine is not self.engine:
                     engine.absorb(layer, key, value, query=query, scale=scale)
-        return out
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self._engine.select_rows(rows)
-
-    def crop(self, tokens: int) -> None:
-        self._engine.crop(tokens)
 
     def reset(self) -> None:
         for engine in self._engines.values():
             engine.reset()
 
-    def report(self) -> Report:
-        return self._engine.report()
-
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
-
-    @property
-    def _engine(self) -> SparseAttention:
-        return self._engines[self._chosen]

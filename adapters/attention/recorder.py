@@ -6,16 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from tierstore.adapters.attention.forwarding import Forwarding
 
+if TYPE_CHECKING:
     from tierstore.adapters.attention.engine import SparseAttention
-    from tierstore.adapters.attention.geometry import Geometry
-    from tierstore.adapters.attention.report import Report
     from tierstore.adapters.transformers.engine import AttentionEngine
 
 
-class QueryRecorder:
+class QueryRecorder(Forwarding):
     """An engine like the one it is given, which keeps what it is called with.
 
     For one sequence without padding; it holds all keys and values once more.
@@ -26,31 +24,19 @@ class QueryRecorder:
     """
 
     def __init__(self, engine: AttentionEngine, window: int) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._window = window
-        self.reset()
+        self._forget()
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._engine.geometry
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        valid: torch.Tensor | None = None,
-        scale: float,
-    ) -> torch.Tensor:
+    def on_attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> None:
         is_prompt = not self._keys[layer]
         self.scale = scale
         self._keys[layer].append(key[0])
         self._values[layer].append(value[0])
         kept = query[0, :, -self._window :] if is_prompt else query[0]
         self._queries[layer].append(kept.clone())
-        return self._engine.attend(layer, query, key, value, valid=valid, scale=scale)
 
     def keys(self) -> torch.Tensor:
         """Keys [layers, H, n, d] of all tokens so far."""
@@ -74,30 +60,24 @@ class QueryRecorder:
             key, value = (torch.cat(kept[layer], 1)[None] for kept in (self._keys, self._values))
             engine.absorb(layer, key, value, query=queries[0][None], scale=self.scale)
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self._engine.select_rows(rows)
-
     def crop(self, tokens: int) -> None:
         """Forget the last tokens, all of them after the prompt."""
         for kept in (self._keys, self._values, self._queries):
             for pieces in kept:
                 _drop_last(pieces, tokens)
-        self._engine.crop(tokens)
+        super().crop(tokens)
 
     def reset(self) -> None:
         """Forget the text."""
+        super().reset()
+        self._forget()
+
+    def _forget(self) -> None:
         layers = range(self.geometry.layers)
         self.scale = 1.0
         self._keys: list[list[torch.Tensor]] = [[] for _ in layers]
         self._values: list[list[torch.Tensor]] = [[] for _ in layers]
         self._queries: list[list[torch.Tensor]] = [[] for _ in layers]
-        self._engine.reset()
-
-    def report(self) -> Report:
-        return self._engine.report()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 def _drop_last(pieces: list[torch.Tensor], tokens: int) -> None:

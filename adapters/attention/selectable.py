@@ -6,26 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from tierstore.adapters.attention.forwarding import Forwarding
 
-    from tierstore.adapters.attention.geometry import Geometry
-    from tierstore.adapters.attention.report import Report
+if TYPE_CHECKING:
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
 
 
-class SelectableShare:
+class SelectableShare(Forwarding):
     """An engine like the one it is given, which measures full attention beside each step.
 
     For one sequence without padding; it keeps all keys, and is as slow as full attention.
     """
 
     def __init__(self, engine: AttentionEngine, preset: Preset) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._always = preset.sinks, preset.local
-        self._keys: list[torch.Tensor]
-        self.reset()
+        self._forget()
 
     @property
     def shares(self) -> torch.Tensor:
@@ -35,25 +32,13 @@ class SelectableShare:
         """
         return self._sums / max(1, self._steps)
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._engine.geometry
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        valid: torch.Tensor | None = None,
-        scale: float,
-    ) -> torch.Tensor:
+    def on_attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> None:
         self._keys[layer] = torch.cat([self._keys[layer], key[0]], 1)
         if query.shape[2] == 1:
             self._sums[layer] += self._share(self._keys[layer], query[0, :, 0], scale)
             self._steps += layer == 0
-        return self._engine.attend(layer, query, key, value, valid=valid, scale=scale)
 
     def _share(self, keys: torch.Tensor, query: torch.Tensor, scale: float) -> torch.Tensor:
         sinks, local = self._always
@@ -62,25 +47,22 @@ class SelectableShare:
         share: torch.Tensor = weights[..., sinks:-local].sum(-1).mean(-1).double()
         return share
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self._engine.select_rows(rows)
-
     def crop(self, tokens: int) -> None:
         self._keys = [keys[:, : keys.shape[1] - tokens] for keys in self._keys]
-        self._engine.crop(tokens)
+        super().crop(tokens)
 
     def reset(self) -> None:
         """Forget the texts, and what was measured."""
+        super().reset()
+        self._forget()
+
+    def _forget(self) -> None:
         shape = self.geometry
         none = torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype)
         self._keys = [none] * shape.layers
         self._sums = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float64)
         self._steps = 0
-        self._engine.reset()
-
-    def report(self) -> Report:
-        return self._engine.report()
 
     def close(self) -> None:
         self._keys = []
-        self._engine.close()
+        super().close()
