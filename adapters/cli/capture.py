@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
+from tierstore.adapters.cli.generate import DTYPES, add_model_options, prepare_libraries
 from tierstore.adapters.documents import read_document
 from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
@@ -51,15 +51,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--limit", default="2GiB", metavar="SIZE", help="most bytes to keep; default: %(default)s"
     )
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR|FILE.gguf",
-        help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
-    )
+    add_model_options(parser)
 
 
 def run(options: argparse.Namespace) -> None:

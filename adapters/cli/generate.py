@@ -27,6 +27,19 @@ is downloaded, and what is stored is gone afterwards.
 """
 
 
+def add_model_options(parser: argparse._ActionsContainer) -> None:
+    """Add ``--model`` and ``--dtype``."""
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR|FILE.gguf",
+        help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
+    )
+
+
 def add_command(subparsers: Subparsers) -> None:
     """Add ``generate`` to the `tierstore` command."""
     parser = subparsers.add_parser(
@@ -52,15 +65,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s"
     )
     model = parser.add_argument_group("which model")
-    model.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR|FILE.gguf",
-        help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
-    )
-    model.add_argument(
-        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
-    )
+    add_model_options(model)
     model.add_argument("--device", default="cpu", help="cpu or cuda; default: %(default)s")
     _add_tier_options(parser)
     report = parser.add_argument_group("what to report")

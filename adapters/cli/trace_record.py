@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.generate import DTYPES, prepare_libraries
+from tierstore.adapters.cli.generate import DTYPES, add_model_options, prepare_libraries
 from tierstore.adapters.documents import read_document
 from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
@@ -41,15 +41,7 @@ def add_action(actions: Subparsers) -> None:
     parser.add_argument(
         "--generate", action="store_true", help="feed the model its own likeliest tokens instead"
     )
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR|FILE.gguf",
-        help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--preset", default="exact", help="whose index selects; default: %(default)s"
     )

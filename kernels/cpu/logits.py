@@ -36,31 +36,22 @@ def dot_kernel(group, dim):
 def weigh_kernel(group, dim):
     """The kernel for one shape; see `tierstore.kernels.weigh_strips` for the contract."""
 
+    dot = dot_kernel(group, dim)
+
     @njit(cache=True, nogil=True, fastmath=FAST)
     def weigh(query, strip_key, strip_length, scale, out):
-        q = np.empty((group, dim), np.float32)
-        key = np.empty(dim, np.float32)
-        logits = np.empty((group, strip_key.shape[1]), np.float32)
-        for row in range(query.shape[0]):
+        rows = query.shape[0]
+        logits = np.empty((rows, group, strip_key.shape[1]), np.float32)
+        dot(query, strip_key, 0, rows, strip_length, scale, logits)
+        for row in range(rows):
             n = strip_length[row]
-            for g in range(group):
-                for j in range(dim):
-                    q[g, j] = widen(query[row, g, j]) * scale
-            for i in range(n):
-                for j in range(dim):
-                    key[j] = widen(strip_key[row, i, j])
-                for g in range(group):
-                    a = np.float32(0.0)
-                    for j in range(dim):
-                        a += key[j] * q[g, j]
-                    logits[g, i] = a
             for g in range(group):
                 peak = np.float32(-np.inf)
                 for i in range(n):
-                    peak = max(peak, logits[g, i])
+                    peak = max(peak, logits[row, g, i])
                 total = np.float32(0.0)
                 for i in range(n):
-                    total += exp_nonpositive(logits[g, i] - peak)
+                    total += exp_nonpositive(logits[row, g, i] - peak)
                 out[row, g] = peak + np.log(total) if n > 0 else peak
 
     return weigh

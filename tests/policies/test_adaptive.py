@@ -93,8 +93,7 @@ def test_adaptive_is_as_good_as_the_best(story: str) -> None:
 
     assert ranking[0] == winner
     assert hits[winner] > hits[ranking[-1]] + 0.03
-    # Two that differ by a third of a point need not be told apart: here, Lookahead and Blend.
-    assert adaptive >= hits[winner] - 0.004
+    assert adaptive >= hits[winner] - 0.003
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 8])
