@@ -10,6 +10,111 @@ from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, prefetch
 AHEAD = 8
 """Blocks are scattered: their cache lines are asked for this many blocks before they are used."""
 
+_MINUS_INFINITY = np.float32(-np.inf)
+
+part = njit(inline="always", fastmath=FAST)
+"""Parts of the kernel are written into it: called as functions they took twice the time."""
+
+
+@lru_cache(maxsize=64)
+def _logits_of_key(group, dim):
+    """Logits of one key, the elements of `source` from `first` on, into column `at` of `s`."""
+
+    @part
+    def logits_of_key(source, first, q, k, s, at):
+        for j in range(dim):
+            k[j] = widen(source[first + j])
+        for g in range(group):
+            a = np.float32(0.0)
+            for j in range(dim):
+                a += k[j] * q[g, j]
+            s[g, at] = a
+
+    return logits_of_key
+
+
+@lru_cache(maxsize=64)
+def _logits_of_blocks(group, tokens, key_dim, elements):
+    """Logits of the keys in a row's blocks, -inf for what does not count; returns their number."""
+    logits_of_key = _logits_of_key(group, key_dim)
+
+    @part
+    def logits_of_blocks(pool, slots, valid, start, stop, q, k, s):
+        line = 64 // pool.itemsize
+        for i in range(start, min(start + AHEAD, stop)):
+            for j in range(0, elements, line):
+                prefetch(pool, slots[i], j)
+        n = 0
+        for i in range(start, stop):
+            if i + AHEAD < stop:
+                for j in range(0, elements, line):
+                    prefetch(pool, slots[i + AHEAD], j)
+            block = pool[slots[i]]
+            for t in range(tokens):
+                logits_of_key(block, t * key_dim, q, k, s, n + t)
+                if t >= valid[i]:
+                    for g in range(group):
+                        s[g, n + t] = _MINUS_INFINITY
+            n += tokens
+        return n
+
+    return logits_of_blocks
+
+
+@part
+def _weights_of(s, n, known):
+    """Logits of one head into weights that sum to 1 with what is known already.
+
+    known: the log-sum-exp of the latter, -inf for nothing. Returns that of all, and the weight of
+    what is known. A NaN must be seen, as torch shows it, not vanish in a comparison.
+    """
+    peak = known
+    is_broken = known != known
+    for i in range(n):
+        peak = max(peak, s[i])
+        is_broken |= s[i] != s[i]
+    if is_broken or peak == _MINUS_INFINITY:
+        for i in range(n):
+            s[i] = np.float32(0.0)
+        broken = np.float32(np.nan)
+        return (broken, broken) if is_broken else (_MINUS_INFINITY, np.float32(0.0))
+    total = np.float32(0.0)
+    for i in range(n):
+        e = exp_nonpositive(s[i] - peak) if s[i] > _MINUS_INFINITY else np.float32(0.0)
+        s[i] = e
+        total += e
+    kept = np.exp(known - peak)
+    total += kept
+    inverse = np.float32(1.0) / total
+    for i in range(n):
+        s[i] *= inverse
+    return peak + np.log(total), kept * inverse
+
+
+@lru_cache(maxsize=64)
+def _add_values(group, tokens, value_dim, value_offset):
+    """Add the values of a row's blocks, then of its strip, each times its weight, to `acc`."""
+
+    @part
+    def add_values(pool, slots, start, stop, strip, length, s, acc):
+        at = 0
+        for i in range(start, stop):
+            block = pool[slots[i]]
+            for g in range(group):
+                for j in range(value_dim):
+                    a = acc[g, j]
+                    for t in range(tokens):
+                        a += s[g, at + t] * widen(block[value_offset + t * value_dim + j])
+                    acc[g, j] = a
+            at += tokens
+        for t in range(length):
+            for g in range(group):
+                p = s[g, at + t]
+                for j in range(value_dim):
+                    acc[g, j] += p * widen(strip[t, j])
+
+    return add_values
+
 
 @lru_cache(maxsize=64)
 def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
@@ -18,111 +123,32 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     A block is one row of `pool`: `tokens` keys of `key_dim`, and from `value_offset` on as many
         values.
     """
+    logits_of_key = _logits_of_key(group, key_dim)
+    logits_of_blocks = _logits_of_blocks(group, tokens, key_dim, value_offset + tokens * value_dim)
+    add_values = _add_values(group, tokens, value_dim, value_offset)
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def attend(query, pool, first_row, last_row, row_ptr, slots, valid,
                strip_key, strip_value, strip_length, scale, merge, out, lse, weights):  # fmt: skip
-        elements = value_offset + tokens * value_dim
-        line = 64 // pool.itemsize
         q = np.empty((group, key_dim), np.float32)
         k = np.empty(key_dim, np.float32)
         acc = np.empty((group, value_dim), np.float32)
-        minus_infinity = np.float32(-np.inf)
         for row in range(first_row, last_row):
             for g in range(group):
                 for j in range(key_dim):
                     q[g, j] = widen(query[row, g, j]) * scale
             s = weights[row]
-            n = 0
-            stop = row_ptr[row + 1]
-            for i in range(row_ptr[row], min(row_ptr[row] + AHEAD, stop)):
-                for j in range(0, elements, line):
-                    prefetch(pool, slots[i], j)
-            for i in range(row_ptr[row], stop):
-                if i + AHEAD < stop:
-                    for j in range(0, elements, line):
-                        prefetch(pool, slots[i + AHEAD], j)
-                block = pool[slots[i]]
-                for t in range(tokens):
-                    for j in range(key_dim):
-                        k[j] = widen(block[t * key_dim + j])
-                    live = t < valid[i]
-                    for g in range(group):
-                        a = np.float32(0.0)
-                        for j in range(key_dim):
-                            a += k[j] * q[g, j]
-                        s[g, n + t] = a if live else minus_infinity
-                n += tokens
-            in_blocks = n
-            for t in range(strip_length[row]):
-                for j in range(key_dim):
-                    k[j] = widen(strip_key[row, t, j])
-                for g in range(group):
-                    a = np.float32(0.0)
-                    for j in range(key_dim):
-                        a += k[j] * q[g, j]
-                    s[g, n + t] = a
-            n += strip_length[row]
-
+            start, stop, length = row_ptr[row], row_ptr[row + 1], strip_length[row]
+            n = logits_of_blocks(pool, slots, valid, start, stop, q, k, s)
+            for t in range(length):
+                logits_of_key(strip_key[row, t], 0, q, k, s, n + t)
             for g in range(group):
-                peak = minus_infinity
-                is_broken = False
-                for i in range(n):
-                    peak = max(peak, s[g, i])
-                    is_broken |= s[g, i] != s[g, i]
-                if merge:
-                    peak = max(peak, lse[row, g])
-                    is_broken |= lse[row, g] != lse[row, g]
-                if is_broken:
-                    # A NaN must be seen, as torch shows it, not vanish in a comparison.
-                    for i in range(n):
-                        s[g, i] = 0.0
-                    for j in range(value_dim):
-                        acc[g, j] = np.nan
-                    lse[row, g] = np.nan
-                    continue
-                if peak == minus_infinity:
-                    for i in range(n):
-                        s[g, i] = 0.0
-                    for j in range(value_dim):
-                        acc[g, j] = 0.0
-                    lse[row, g] = minus_infinity
-                    continue
-                total = np.float32(0.0)
-                for i in range(n):
-                    e = (
-                        exp_nonpositive(s[g, i] - peak)
-                        if s[g, i] > minus_infinity
-                        else np.float32(0.0)
-                    )
-                    s[g, i] = e
-                    total += e
-                kept = np.float32(0.0)
-                if merge:
-                    kept = np.exp(lse[row, g] - peak)
-                total += kept
-                inverse = np.float32(1.0) / total
-                for i in range(n):
-                    s[g, i] *= inverse
+                known = lse[row, g] if merge else _MINUS_INFINITY
+                lse[row, g], kept = _weights_of(s[g], n + length, known)
                 for j in range(value_dim):
-                    acc[g, j] = widen(out[row, g, j]) * kept * inverse if merge else np.float32(0.0)
-                lse[row, g] = peak + np.log(total)
-
-            at = 0
-            for i in range(row_ptr[row], row_ptr[row + 1]):
-                block = pool[slots[i]]
-                for g in range(group):
-                    for j in range(value_dim):
-                        a = acc[g, j]
-                        for t in range(tokens):
-                            a += s[g, at + t] * widen(block[value_offset + t * value_dim + j])
-                        acc[g, j] = a
-                at += tokens
-            for t in range(strip_length[row]):
-                for g in range(group):
-                    p = s[g, in_blocks + t]
-                    for j in range(value_dim):
-                        acc[g, j] += p * widen(strip_value[row, t, j])
+                    old = widen(out[row, g, j]) if merge else np.float32(0.0)
+                    acc[g, j] = np.float32(np.nan) if kept != kept else old * kept
+            add_values(pool, slots, start, stop, strip_value[row], length, s, acc)
             for g in range(group):
                 for j in range(value_dim):
                     out[row, g, j] = narrow(acc[g, j], out[row, g, j])
