@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tierstore.errors import MissingExtraError
 
@@ -48,22 +48,12 @@ class Compiled:
     shared_bytes: int
 
 
-def _kernels() -> Iterator[tuple[Kernel, str, Mapping[str, str], Mapping[str, object]]]:
-    """Kernels with the types of their pointers and the constants of a Llama-3-8B geometry."""
-    from tierstore.kernels import tables
-    from tierstore.kernels.triton import (
-        attend,
-        clustering,
-        combine,
-        directory,
-        gather,
-        logits,
-        pq,
-        quantise,
-        represent,
-        select,
-    )
+Case: TypeAlias = "tuple[Kernel, str, Mapping[str, str], Mapping[str, object]]"
+"""A kernel, what it is compiled for, the types of its pointers, and its constants."""
 
+
+def _kernels() -> Iterator[Case]:
+    """Kernels with the types of their pointers and the constants of a Llama-3-8B geometry."""
     ints = dict.fromkeys(
         ("counts", "costs", "unit_ptr", "unit_blocks", "budgets", "ids", "unit_of", "blocks",
          "slots", "strip_length", "chunks", "blocks_of", "segments", "slot_of", "handles",
@@ -78,42 +68,70 @@ def _kernels() -> Iterator[tuple[Kernel, str, Mapping[str, str], Mapping[str, ob
              "out"), f"*{element}",
         )  # fmt: skip
         for dim in (128, 256) if element == "bf16" else (128,):
-            heads = {"GROUP": 4, "HEADS": 16}
-            name = f"G4 d{dim} {element}"
-            scored = {**heads, "DIM": dim, "WIDTH": dim, "TILE": logits.TILE}
-            kv_logits = types | kv | {"out": "*fp32"}
-            yield logits.dot_kernel, name, kv_logits, scored
-            yield logits.box_kernel, name, kv_logits, scored
-            tile = attend.TILE // (2 if dim > 128 else 1)
-            yield attend.attend_kernel, f"{name} P4", types | kv, {
-                **heads, "TOKENS": 4, "KEY": dim, "VALUE": dim, "OFFSET": 4 * dim,
-                "KEY_WIDTH": dim, "VALUE_WIDTH": dim, "TILE": tile,
-            }  # fmt: skip
-            yield attend.merge_kernel, f"{name} S64", types | kv, {
-                "GROUP": 4, "VALUE": dim, "VALUE_WIDTH": dim, "ROOM": 64, "MERGE": True,
-            }  # fmt: skip
-        yield represent.page_kernel, f"P16 d128 {element}", types | kv, {
-            "TOKENS": 16, "DIM": 128, "ROOM": 16, "WIDTH": 128, "MEAN": True,
+            yield from _attention(types | kv, element, dim)
+        yield from _blocks(types | kv, element)
+        yield from _codecs(types | kv, element)
+    yield from _of_any_element(types)
+
+
+def _attention(types: Mapping[str, str], element: str, dim: int) -> Iterator[Case]:
+    """Scores and attention over elements of a type."""
+    from tierstore.kernels.triton import attend, logits
+
+    heads = {"GROUP": 4, "HEADS": 16}
+    name = f"G4 d{dim} {element}"
+    scored = {**heads, "DIM": dim, "WIDTH": dim, "TILE": logits.TILE}
+    kv_logits = {**types, "out": "*fp32"}
+    yield logits.dot_kernel, name, kv_logits, scored
+    yield logits.box_kernel, name, kv_logits, scored
+    tile = attend.TILE // (2 if dim > 128 else 1)
+    yield attend.attend_kernel, f"{name} P4", types, {
+        **heads, "TOKENS": 4, "KEY": dim, "VALUE": dim, "OFFSET": 4 * dim,
+        "KEY_WIDTH": dim, "VALUE_WIDTH": dim, "TILE": tile,
+    }  # fmt: skip
+    yield attend.merge_kernel, f"{name} S64", types, {
+        "GROUP": 4, "VALUE": dim, "VALUE_WIDTH": dim, "ROOM": 64, "MERGE": True,
+    }  # fmt: skip
+
+
+def _blocks(types: Mapping[str, str], element: str) -> Iterator[Case]:
+    """What is made of blocks, and their copies."""
+    from tierstore.kernels.triton import gather, pq, represent
+
+    yield represent.page_kernel, f"P16 d128 {element}", types, {
+        "TOKENS": 16, "DIM": 128, "ROOM": 16, "WIDTH": 128, "MEAN": True,
+    }  # fmt: skip
+    yield represent.page_kernel, f"P16 d128 {element} bounds", {
+        **types, "first": f"*{element}", "second": f"*{element}"
+    }, {"TOKENS": 16, "DIM": 128, "ROOM": 16, "WIDTH": 128, "MEAN": False}  # fmt: skip
+    yield gather.gather_kernel, element, types, {"TILE": gather.TILE}
+    yield pq.encode_kernel, f"8 x 6 bits {element}", types, {
+        "PARTS": 8, "ENTRIES": 64, "DIM": 16, "ROOM": 64, "WIDTH": 16, "TILE": pq.TILE,
+    }  # fmt: skip
+
+
+def _codecs(types: Mapping[str, str], element: str) -> Iterator[Case]:
+    from tierstore.kernels.triton import quantise
+
+    for bits in (4, 8):
+        codec = {"TOKENS": 4, "CHANNELS": 128, "LINES": quantise.LINES}
+        byte = {"BITS": bits, "BYTES": 16 * bits, "GROUP": 64}
+        floats = {**types, "low": "*fp32", "high": "*fp32", "scale": "*fp32"}
+        coded = f"{bits} bits {element}"
+        yield quantise.encode_kernel, coded, floats, {**codec, **byte, "ROOM": 16 * bits}
+        yield quantise.decode_kernel, coded, floats, {**codec, **byte, "ROOM": 128}
+    for group, room in ((1, 128), (64, 64)):
+        ends = {**types, "low": "*i32", "high": "*i32"}
+        yield quantise.ranges_kernel, f"groups of {group} {element}", ends, {
+            **codec, "GROUP": group, "ROOM": room,
         }  # fmt: skip
-        yield represent.page_kernel, f"P16 d128 {element} bounds", types | kv | {
-            "first": f"*{element}", "second": f"*{element}"
-        }, {"TOKENS": 16, "DIM": 128, "ROOM": 16, "WIDTH": 128, "MEAN": False}  # fmt: skip
-        yield gather.gather_kernel, element, types | kv, {"TILE": gather.TILE}
-        yield pq.encode_kernel, f"8 x 6 bits {element}", types | kv, {
-            "PARTS": 8, "ENTRIES": 64, "DIM": 16, "ROOM": 64, "WIDTH": 16, "TILE": pq.TILE,
-        }  # fmt: skip
-        for bits in (4, 8):
-            codec = {"TOKENS": 4, "CHANNELS": 128, "LINES": quantise.LINES}
-            byte = {"BITS": bits, "BYTES": 16 * bits, "GROUP": 64}
-            floats = types | kv | {"low": "*fp32", "high": "*fp32", "scale": "*fp32"}
-            coded = f"{bits} bits {element}"
-            yield quantise.encode_kernel, coded, floats, {**codec, **byte, "ROOM": 16 * bits}
-            yield quantise.decode_kernel, coded, floats, {**codec, **byte, "ROOM": 128}
-        for group, room in ((1, 128), (64, 64)):
-            ends = types | kv | {"low": "*i32", "high": "*i32"}
-            yield quantise.ranges_kernel, f"groups of {group} {element}", ends, {
-                **codec, "GROUP": group, "ROOM": room,
-            }  # fmt: skip
+
+
+def _of_any_element(types: Mapping[str, str]) -> Iterator[Case]:
+    """Kernels that see no elements of keys or values."""
+    from tierstore.kernels import tables
+    from tierstore.kernels.triton import clustering, combine, directory, pq, select
+
     tile = combine.TILE
     yield combine.normaliser_kernel, "sized", types, {"SIZED": True, "TILE": tile}
     for rule in ("sum", "max", "mean_group"):

@@ -22,6 +22,7 @@ class SelectableShare(Forwarding):
     def __init__(self, engine: AttentionEngine, preset: Preset) -> None:
         super().__init__(engine)
         self._always = preset.sinks, preset.local
+        self._keys: list[torch.Tensor]
         self._forget()
 
     @property
