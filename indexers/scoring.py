@@ -175,6 +175,7 @@ class ScoringIndex(Index):
         }
         if self.keeps_blocks:
             lists["kept"] = Column("block", (), np.bool_, on_host=True)
+            lists["kept_blocks"] = Column("row", (), np.int32, on_host=True)
         if self.is_coarse:
             lists["sizes"] = Column("unit", (), np.float32)
             lists["unit_of"] = Column("page", (), np.int32, on_host=True)
@@ -189,11 +190,8 @@ class ScoringIndex(Index):
         return self.data.nbytes
 
     @property
-    def kept(self) -> Ids:
-        if not self.keeps_blocks:
-            return np.zeros(len(self.segments), np.int32)
-        kept: Ids = self.data["kept"].sum(1).astype(np.int32)
-        return kept
+    def kept(self) -> Ids | int:
+        return self.data["kept_blocks"] if self.keeps_blocks else 0
 
     def add_rows(self, segments: Ids) -> None:
         self.segments = np.concatenate([self.segments, segments]).astype(np.int32)
@@ -228,6 +226,7 @@ class ScoringIndex(Index):
             self._list_members(rows, have, have_pages, units, made.unit_of.cpu().numpy())
         if made.kept is not None:
             self._put("kept", (rows, slice(have_blocks, have_blocks + blocks)), made.kept)
+            self.data["kept_blocks"][rows] += made.kept.sum(1).cpu().numpy()
         self.units[rows] += units
         self.blocks[rows] += blocks
 
@@ -333,6 +332,7 @@ class ScoringIndex(Index):
                 self._forget_members(row, pages)
             if self.keeps_blocks:
                 self.data["kept"][row, blocks:] = False
+                self.data["kept_blocks"][row] = self.data["kept"][row].sum()
             self.blocks[row] = min(int(self.blocks[row]), blocks)
         if self.is_coarse:
             # Rows that are made by the same calls go on having equally many units.

@@ -87,7 +87,7 @@ def test_its_bytes_are_means_flags_and_counts() -> None:
     """Of each chunk: a vector, a float32, a flag."""
     index = add_rows(make_index(ShadowKVIndex, dtype=torch.bfloat16), [randn(4096, DIM, seed=3)])
 
-    assert index.nbytes == 1024 * (2 * DIM + 4 + 1) + 2 * 4
+    assert index.nbytes == 1024 * (2 * DIM + 4 + 1) + 3 * 4
 
 
 def test_a_negative_number_of_outliers_is_refused() -> None:

@@ -147,7 +147,7 @@ def test_a_row_without_last_queries_is_ranked_by_recency() -> None:
 def test_its_bytes_are_a_number_and_a_flag_a_block() -> None:
     index = built(randn(1, 4096, DIM, seed=0), randn(1, 2, 16, DIM, seed=1))
 
-    assert index.nbytes == 1024 * (4 + 1) + 2 * 4
+    assert index.nbytes == 1024 * (4 + 1) + 3 * 4
 
 
 @pytest.mark.parametrize("options", [{"pool": "median"}, {"kernel": 4}, {"kernel": 0}])
