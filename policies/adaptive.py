@@ -50,7 +50,7 @@ class Adaptive(RankedPolicy):
         window: float = 2.0,
         every: int = 4,
         memory: float = 0.99,
-        lead: float = 0.01,
+        lead: float = 0.015,
     ) -> None:
         if not isinstance(candidates, Sequence) or not all(map(callable, candidates)):
             raise ConfigError(f"candidates={candidates!r}: expected classes of ranked policies")
