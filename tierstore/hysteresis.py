@@ -49,7 +49,7 @@ class Hysteresis:
         """Learn what a step fetched."""
         if self.target_bytes is None:
             return
-        error = math.log(max(fetched_bytes, 1) / self.target_bytes)
+        error = math.log(max(fetched_bytes, 1)) - math.log(self.target_bytes)
         is_up = error > 0
         limit = self._limit * (1.2 if is_up == self._was_up else 0.5)
         self._limit = min(max(limit, _SMALLEST_STEP), _LARGEST_STEP)

@@ -201,6 +201,12 @@ def test_after_a_reset_the_difference_begins_again() -> None:
     assert hysteresis.delta == 0
 
 
+def test_any_number_of_bytes_moves_it_by_one_step() -> None:
+    hysteresis = Hysteresis("1B")
+    hysteresis.after_step(10**400)
+    assert hysteresis.delta == 0.25
+
+
 def test_a_fixed_difference_stays() -> None:
     hysteresis = Hysteresis("1.5")
     hysteresis.after_step(10**9)

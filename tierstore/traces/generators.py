@@ -11,6 +11,9 @@ from tierstore.traces.requests import Hashes, RequestTrace
 CHAT, CALL = range(2)
 """Categories of the requests of `sessions`."""
 
+_MOST = 2**30
+"""Requests or blocks of a trace that is made in memory, at 8 bytes or more each."""
+
 
 def zipf(requests: int, blocks: int, skew: float = 1.0, seed: int = 0) -> RequestTrace:
     """Each request uses one block: the one of rank r with a probability of r ** -skew.
@@ -119,4 +122,4 @@ def _prompt(random: np.random.Generator) -> list[int]:
 
 def _positive(**values: int) -> None:
     for name, value in values.items():
-        check_whole(name, value, 1)
+        check_whole(name, value, 1, _MOST)
