@@ -247,7 +247,7 @@ def combine_heads(
     others = cpu.NO_SIZES if beside is None else beside
     over_rows(
         logits.shape[0],
-        int(counts.sum()) * logits.shape[1] * 64,
+        int(counts.sum()) * logits.shape[1] * 8,
         lambda first, last: kernel(logits, first, last, counts, weights, np.float32(unit_tokens),
                                    others, out),
     )  # fmt: skip
@@ -296,7 +296,7 @@ def pool_pages(
     keep = cpu.NO_FLAGS if kept is None else kept
     over_rows(
         len(blocks),
-        int(blocks.sum()) * pages_per_block * 64,
+        int(blocks.sum()) * pages_per_block * 8,
         lambda first, last: cpu.pool(scores, of, keep, first, last, blocks, pages_per_block,
                                      softmax, out),
     )  # fmt: skip

@@ -5,7 +5,15 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, prefetch, widen
+from tierstore.kernels.cpu.scalar import (
+    FAST,
+    exp_nonpositive,
+    from_ordered,
+    narrow,
+    ordered,
+    prefetch,
+    widen,
+)
 
 AHEAD = 8
 """Blocks are scattered: their cache lines are asked for this many blocks before they are used."""
@@ -68,11 +76,13 @@ def _weights_of(s, n, known):
     known: the log-sum-exp of the latter, -inf for nothing. Returns that of all, and the weight of
     what is known. A NaN must be seen, as torch shows it, not vanish in a comparison.
     """
-    peak = known
-    is_broken = known != known
+    most = ordered(known)
+    broken_ones = 0 if known == known else 1
     for i in range(n):
-        peak = max(peak, s[i])
-        is_broken |= s[i] != s[i]
+        most = max(most, ordered(s[i]))
+        broken_ones += 0 if s[i] == s[i] else 1
+    is_broken = broken_ones > 0
+    peak = from_ordered(most)
     if is_broken or peak == MINUS_INFINITY:
         for i in range(n):
             s[i] = np.float32(0.0)
