@@ -65,6 +65,10 @@ BENCHMARKS = {
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
     ),
+    "kernels": Benchmark(
+        "every CPU kernel against plain torch and what the machine could reach, and index upkeep",
+        frozenset({"repeat", "parts"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
@@ -100,7 +104,8 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--parts",
         metavar="LIST",
-        help="what to measure of get,put,cold,open (store), or of mass,kl,numbers (index)",
+        help="what to measure of get,put,cold,open (store), of mass,kl,numbers (index), or of "
+        "large,demo,append,build (kernels)",
     )
     parser.add_argument(
         "--traces", metavar="DIR", help="attention traces (policies, which needs them; windows)"

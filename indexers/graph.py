@@ -13,7 +13,7 @@ from tierstore.indexers.columns import Column
 from tierstore.indexers.rules import Rule
 from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
 from tierstore.kernels.element import stored_dtype, to_tensor
-from tierstore.kernels.graph import link_back, project, prune
+from tierstore.kernels.graph import adopt, link_back, project
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LOGITS = 1 << 24
 """Inner products that are held at once when a graph is built."""
+_BEAM = 2
+"""Nodes kept in the walk for a new key's neighbours, for each of them."""
 
 
 class GraphIndex(ScoringIndex):
@@ -78,24 +80,56 @@ class GraphIndex(ScoringIndex):
         }
 
     def represent(self, new: NewTokens) -> Representatives:
-        have = new.first_unit
-        old = to_tensor(self.data["vectors"][new.rows, :have]).to(new.keys.device)
-        keys = torch.cat([old, new.keys.to(self.shape.dtype)], 1).float()
-        asked = new.keys.float() if have else self._build_queries(new)
-        near = _nearest(asked, keys, min(self.neighbours, keys.shape[1])).cpu().numpy()
-        vectors = keys.cpu().numpy()
+        if new.first_unit:
+            return self._linked(new)
+        keys = new.keys.to(self.shape.dtype).float()
+        near, _ = _nearest(self._build_queries(new), keys, min(self.neighbours, keys.shape[1]))
         edges = np.full((*keys.shape[:2], self.degree), -1, np.int32)
-        edges[:, :have] = self.data["edges"][new.rows, :have]
-        edges[edges >= keys.shape[1]] = -1
+        for own, lists, graph in zip(keys.cpu().numpy(), near.cpu().numpy(), edges, strict=True):
+            project(own, lists, 0, graph)
+        return Representatives({"vectors": new.keys, "edges": torch.from_numpy(edges)})
+
+    def _linked(self, new: NewTokens) -> Representatives:
+        """Link new keys both ways with the nearest that a walk finds, and the nearest of them.
+
+        Only what is looked at is touched, so that it costs the same at any length.
+        """
+        have, count = new.first_unit, new.keys.shape[1]
+        self.data.reserve(unit=have + count)
+        vectors, edges = self.data["vectors"][new.rows], self.data["edges"][new.rows]
+        to_tensor(vectors[:, have : have + count]).copy_(new.keys)
+        near = self._near(vectors, edges, have, count)
         for own, lists, graph in zip(vectors, near, edges, strict=True):
-            if not have:
-                project(own, lists, 0, graph)
-                continue
-            for node, candidates in enumerate(lists, have):
-                prune(own, node, candidates[candidates != node], graph)
-            link_back(graph, have)
-        self.data["edges"][new.rows, :have] = edges[:, :have]
-        return Representatives({"vectors": new.keys, "edges": torch.from_numpy(edges[:, have:])})
+            nodes = np.arange(have, have + count)
+            touched = np.union1d(lists[lists >= 0], nodes).astype(np.int32)
+            local = np.where(lists < 0, -1, np.searchsorted(touched, lists)).astype(np.int32)
+            links = np.full((len(touched), self.degree), -1, np.int32)
+            keys = to_tensor(own[touched]).float().cpu().numpy()
+            adopt(keys, np.searchsorted(touched, nodes).astype(np.int32), local, links)
+            # The new nodes are the last ones.
+            links = links[-count:]
+            graph[have : have + count] = np.where(links < 0, -1, touched[links])
+            link_back(graph[: have + count], have)
+        return Representatives(
+            {"vectors": new.keys, "edges": torch.from_numpy(edges[:, have : have + count].copy())}
+        )
+
+    def _near(self, vectors: Array, edges: Array, have: int, count: int) -> Ids:
+        """For each new key the nearest keys that there were, and of the new ones: int32 [R, q, k].
+
+        -1 where there are no more.
+        """
+        asked = vectors[:, have : have + count]
+        shape = (*asked.shape[:2], self.neighbours)
+        array = self.shape.scratch.array
+        found, logits = array("near", shape, np.int32), array("near logits", shape, np.float32)
+        kernels.walk_graph(asked, vectors, edges, have, _BEAM * self.neighbours, found, logits)
+        new = to_tensor(asked).float()
+        others, values = _nearest(new, new, min(self.neighbours, count))
+        ids = torch.cat([to_tensor(found), others + have], 2)
+        best = torch.cat([to_tensor(logits), values], 2).topk(self.neighbours, dim=-1).indices
+        near: Ids = ids.gather(2, best).cpu().numpy()
+        return near
 
     def _build_queries(self, new: NewTokens) -> torch.Tensor:
         """Prefill's last queries, and keys in the place of queries that are yet to come."""
@@ -127,11 +161,13 @@ class GraphIndex(ScoringIndex):
         return np.array(f"{super()._kind()}, {self.degree} edges")
 
 
-def _nearest(queries: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
-    """The k keys of largest inner product with each query, int32 [R, q, k], best first."""
+def _nearest(
+    queries: torch.Tensor, keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k keys of largest inner product with each query, int32 [R, q, k], best first, and it."""
     step = max(1, _LOGITS // (len(keys) * keys.shape[1]))
     found = [
-        (part @ keys.transpose(1, 2)).topk(k, dim=-1).indices.int()
-        for part in queries.split(step, dim=1)
+        (part @ keys.transpose(1, 2)).topk(k, dim=-1) for part in queries.split(step, dim=1)
     ]
-    return torch.cat(found, 1)
+    ids = torch.cat([part.indices.int() for part in found], 1)
+    return ids, torch.cat([part.values for part in found], 1)

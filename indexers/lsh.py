@@ -95,20 +95,20 @@ class LSHIndex(ScoringIndex):
 
     def collisions(self, query: Array) -> Array:
         """float32 [R, G, tokens]: tables in which each token meets each query [R, G, d]."""
-        rows, group, dim = query.shape
-        array = self.shape.scratch.array
-        asked = array("asked", (rows, group, dim), np.float32)
-        to_tensor(asked).copy_(to_tensor(query))
-        codes = array("asked codes", (rows, group, self.tables), np.int16)
-        projections = array("projections", (rows, group, self.bits * self.tables), np.float32)
-        torch.matmul(to_tensor(asked), to_tensor(self._planes), out=to_tensor(projections))
-        kernels.pack_signs(projections, self.bits, codes)
-        out = array("collisions", (rows, group, self.data.places("unit")), np.float32)
-        kernels.count_collisions(codes, self.data["codes"], self.units, out)
+        places = (*query.shape[:2], self.data.places("unit"))
+        out = self.shape.scratch.array("collisions", places, np.float32)
+        self.logits(query, out)
         return out
 
     def logits(self, query: Array, out: Array) -> None:
-        to_tensor(out).copy_(to_tensor(self.collisions(query)))
+        array = self.shape.scratch.array
+        asked = array("asked", query.shape, np.float32)
+        to_tensor(asked).copy_(to_tensor(query))
+        codes = array("asked codes", (*query.shape[:2], self.tables), np.int16)
+        projections = array("projections", (*query.shape[:2], self.bits * self.tables), np.float32)
+        torch.matmul(to_tensor(asked), to_tensor(self._planes), out=to_tensor(projections))
+        kernels.pack_signs(projections, self.bits, codes)
+        kernels.count_collisions(codes, self.data["codes"], self.units, out)
 
     def centre(self) -> Array:
         """float32 [R, d], what is taken from the keys of each row before they are hashed."""

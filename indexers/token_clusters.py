@@ -15,6 +15,7 @@ from tierstore.indexers.rules import Rule
 from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
 from tierstore.kernels.clustering import METRICS, STARTS, cluster_means, kmeans, nearest
 from tierstore.kernels.element import stored_dtype
+from tierstore.kernels.zones import untaken
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -166,14 +167,14 @@ class TokenClustersIndex(ScoringIndex):
         everything = selection.everything
         assert everything is not None
         scores = array("zone scores", (rows, width), np.float32)
-        scores[...] = everything.unit_scores
-        scores[np.arange(width) >= self.units[:, None]] = -np.inf
-        of_row = np.repeat(np.arange(rows), np.diff(selection.row_ptr))
-        scores[of_row, self.data["unit_of"][of_row, selection.ids]] = -np.inf
-        wanted = np.minimum(clusters, (scores > -np.inf).sum(1)).astype(np.int32)
+        wanted: Ids = array("zone sizes", (rows,), np.int32)
+        total = untaken(
+            everything.unit_scores, self.units, self.data["unit_of"], selection.row_ptr,
+            selection.ids, clusters, scores, wanted,
+        )  # fmt: skip
         one_each, identity = self._identity(width)
         row_ptr: Pointers = array("zone pointers", (rows + 1,), np.int64)
-        ids: Ids = array("zone ids", (int(wanted.sum()),), np.int32)
+        ids: Ids = array("zone ids", (total,), np.int32)
         picked = array("zone picked", ids.shape, np.float32)
         order = array("order", (max(1, width),), np.int32)
         kernels.select_blocks(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         count_collisions,
         pack_signs,
         search_graph,
+        walk_graph,
     )
     from tierstore.kernels.operations import (
         attend_blocks,
@@ -55,6 +56,7 @@ __all__ = [
     "pq_logits",
     "search_graph",
     "select_blocks",
+    "walk_graph",
     "weigh_strips",
 ]
 
@@ -65,6 +67,7 @@ _HOMES = {
     "count_collisions": "estimate",
     "pack_signs": "estimate",
     "search_graph": "estimate",
+    "walk_graph": "estimate",
 }
 
 

@@ -184,3 +184,27 @@ def search_graph(
         lambda first, last: kernel(query, vectors, edges, first, last, counts, beams,
                                    np.float32(scale), out),
     )  # fmt: skip
+
+
+def walk_graph(
+    query: Array, vectors: Array, edges: Array, n: int, beam: int, near: Array, logits: Array
+) -> None:
+    """The nodes of largest inner product with each query that a walk of `search_graph` finds.
+
+    What it costs is bounded, whatever n is. The plain torch backend looks at every node.
+
+    Parameters
+    ----------
+    query, vectors: [R, q, d], [R, u, d] elements. edges: int32 [R, u, degree].
+    n: nodes in use, of each row. beam: nodes kept, at least k.
+    near, logits: int32, float32 [R, q, k], best first; -1 and -inf where fewer were found.
+    """
+    if backend_of(vectors) != "numba":
+        reference.walk_graph(query, vectors, n, near, logits)
+        return
+    kernel = cpu.walk_kernel(query.shape[2], edges.shape[2])
+    over_rows(
+        len(query),
+        query.size * beam * edges.shape[2] // 2,
+        lambda first, last: kernel(query, vectors, edges, n, beam, first, last, near, logits),
+    )

@@ -102,3 +102,11 @@ def count_collisions(asked: Array, codes: Array, counts: Array, out: Array) -> N
     for row, n in enumerate(counts.tolist()):
         same = met[row][:, None] == own[row, :n]
         result[row, :, :n] = same.sum(-1).float()
+
+
+def walk_graph(query: Array, vectors: Array, n: int, near: Array, logits: Array) -> None:
+    q, v, found, values = (to_tensor(a) for a in (query, vectors, near, logits))
+    products = q.float() @ v[:, :n].float().transpose(1, 2)
+    best = products.topk(min(n, found.shape[2]), dim=-1)
+    found.fill_(-1)[..., :n] = best.indices
+    values.fill_(-math.inf)[..., :n] = best.values

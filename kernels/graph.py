@@ -90,6 +90,17 @@ def project(vectors: Vectors, near: Edges, first: int, edges: Edges) -> None:
 
 
 @njit
+def adopt(vectors: Vectors, nodes: Edges, near: Edges, edges: Edges) -> None:
+    """Give each of `nodes`, int32 [q], its edges to some of ``near[i]``, int32 [q, k], -1 for none.
+
+    What `prune` leaves; a node is no neighbour of its own.
+    """
+    for i in range(len(nodes)):
+        wanted = (near[i] >= 0) & (near[i] != nodes[i])
+        prune(vectors, nodes[i], near[i][wanted], edges)
+
+
+@njit
 def link_back(edges: Edges, first: int) -> None:
     """Let every neighbour of the nodes from `first` on know them too, in its last place if full."""
     degree = edges.shape[1]

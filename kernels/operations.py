@@ -154,15 +154,12 @@ def attend_low_rank(
                                   slots, valid, scale, out, lse, merge=merge)  # fmt: skip
         return
     rank = left.shape[2]
-    kernel = cpu.low_rank_kernel(
-        query.shape[1], shape.tokens, shape.key_dim, shape.value_dim, rank, cos.shape[1]
-    )
+    kernel = cpu.low_rank_kernel(query.shape[1], shape, rank, cos.shape[1])
     over_rows(
         query.shape[0],
         blocks.shape[0] * shape.tokens * shape.key_dim * (rank + query.shape[1]),
-        lambda first, last: kernel(query, left, right, cos, sin, pool, shape.value_offset, first,
-                                   last, row_ptr, blocks, slots, valid, np.float32(scale), merge,
-                                   out, lse, weights),
+        lambda first, last: kernel(query, left, right, cos, sin, pool, first, last, row_ptr, blocks,
+                                   slots, valid, np.float32(scale), merge, out, lse, weights),
     )  # fmt: skip
 
 
@@ -250,7 +247,7 @@ def combine_heads(
     others = cpu.NO_SIZES if beside is None else beside
     over_rows(
         logits.shape[0],
-        int(counts.sum()) * logits.shape[1] * 64,
+        int(counts.sum()) * logits.shape[1] * 8,
         lambda first, last: kernel(logits, first, last, counts, weights, np.float32(unit_tokens),
                                    others, out),
     )  # fmt: skip
@@ -299,7 +296,7 @@ def pool_pages(
     keep = cpu.NO_FLAGS if kept is None else kept
     over_rows(
         len(blocks),
-        int(blocks.sum()) * pages_per_block * 64,
+        int(blocks.sum()) * pages_per_block * 8,
         lambda first, last: cpu.pool(scores, of, keep, first, last, blocks, pages_per_block,
                                      softmax, out),
     )  # fmt: skip
@@ -374,10 +371,11 @@ def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> Non
     if backend_of(points) != "numba":
         reference.cluster_sums(points, labels, sums, sizes)
         return
+    kernel = cpu.sums_kernel(points.shape[2])
     over_rows(
         points.shape[0],
         points.size,
-        lambda first, last: cpu.add_up(points, labels, first, last, sums, sizes),
+        lambda first, last: kernel(points, labels, first, last, sums, sizes),
     )
 
 

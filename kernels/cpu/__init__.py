@@ -2,6 +2,7 @@
 
 from tierstore.kernels.cpu.attend import attend_kernel
 from tierstore.kernels.cpu.boxes import box_kernel
+from tierstore.kernels.cpu.clustering import nearest_kernel, sums_kernel
 from tierstore.kernels.cpu.combine import (
     NO_FLAGS,
     NO_SIZES,
@@ -16,17 +17,16 @@ from tierstore.kernels.cpu.estimate import (
     pack_signs,
     sampled_kernel,
 )
-from tierstore.kernels.cpu.graph import search_kernel
+from tierstore.kernels.cpu.graph import search_kernel, walk_kernel
 from tierstore.kernels.cpu.logits import dot_kernel, weigh_kernel
 from tierstore.kernels.cpu.low_rank import low_rank_kernel
-from tierstore.kernels.cpu.pq import add_up, lookup_kernel, nearest_kernel, pack
+from tierstore.kernels.cpu.pq import lookup_kernel, pack
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
     "NO_FLAGS",
     "NO_SIZES",
     "NO_UNITS",
-    "add_up",
     "attend_kernel",
     "box_kernel",
     "cluster_kernel",
@@ -43,5 +43,7 @@ __all__ = [
     "sampled_kernel",
     "search_kernel",
     "select",
+    "sums_kernel",
+    "walk_kernel",
     "weigh_kernel",
 ]

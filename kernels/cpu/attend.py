@@ -5,12 +5,20 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, prefetch, widen
+from tierstore.kernels.cpu.scalar import (
+    FAST,
+    exp_nonpositive,
+    from_ordered,
+    narrow,
+    ordered,
+    prefetch,
+    widen,
+)
 
 AHEAD = 8
 """Blocks are scattered: their cache lines are asked for this many blocks before they are used."""
 
-_MINUS_INFINITY = np.float32(-np.inf)
+MINUS_INFINITY = np.float32(-np.inf)
 
 part = njit(inline="always", fastmath=FAST)
 """Parts of the kernel are written into it: called as functions they took twice the time."""
@@ -54,7 +62,7 @@ def _logits_of_blocks(group, tokens, key_dim, elements):
                 logits_of_key(block, t * key_dim, q, k, s, n + t)
                 if t >= valid[i]:
                     for g in range(group):
-                        s[g, n + t] = _MINUS_INFINITY
+                        s[g, n + t] = MINUS_INFINITY
             n += tokens
         return n
 
@@ -68,19 +76,21 @@ def _weights_of(s, n, known):
     known: the log-sum-exp of the latter, -inf for nothing. Returns that of all, and the weight of
     what is known. A NaN must be seen, as torch shows it, not vanish in a comparison.
     """
-    peak = known
-    is_broken = known != known
+    most = ordered(known)
+    broken_ones = 0 if known == known else 1
     for i in range(n):
-        peak = max(peak, s[i])
-        is_broken |= s[i] != s[i]
-    if is_broken or peak == _MINUS_INFINITY:
+        most = max(most, ordered(s[i]))
+        broken_ones += 0 if s[i] == s[i] else 1
+    is_broken = broken_ones > 0
+    peak = from_ordered(most)
+    if is_broken or peak == MINUS_INFINITY:
         for i in range(n):
             s[i] = np.float32(0.0)
         broken = np.float32(np.nan)
-        return (broken, broken) if is_broken else (_MINUS_INFINITY, np.float32(0.0))
+        return (broken, broken) if is_broken else (MINUS_INFINITY, np.float32(0.0))
     total = np.float32(0.0)
     for i in range(n):
-        e = exp_nonpositive(s[i] - peak) if s[i] > _MINUS_INFINITY else np.float32(0.0)
+        e = exp_nonpositive(s[i] - peak) if s[i] > MINUS_INFINITY else np.float32(0.0)
         s[i] = e
         total += e
     kept = np.exp(known - peak)
@@ -117,6 +127,27 @@ def _add_values(group, tokens, value_dim, value_offset):
 
 
 @lru_cache(maxsize=64)
+def attend_values_of(group, tokens, value_dim, value_offset):
+    """From the logits `s` of a row's keys, which it overwrites, to its output and log-sum-exp."""
+    add_values = _add_values(group, tokens, value_dim, value_offset)
+
+    @part
+    def attend_values(pool, slots, start, stop, strip, length, merge, s, acc, out, lse):
+        n = (stop - start) * tokens + length
+        for g in range(group):
+            lse[g], kept = _weights_of(s[g], n, lse[g] if merge else MINUS_INFINITY)
+            for j in range(value_dim):
+                old = widen(out[g, j]) if merge else np.float32(0.0)
+                acc[g, j] = np.float32(np.nan) if kept != kept else old * kept
+        add_values(pool, slots, start, stop, strip, length, s, acc)
+        for g in range(group):
+            for j in range(value_dim):
+                out[g, j] = narrow(acc[g, j], out[g, j])
+
+    return attend_values
+
+
+@lru_cache(maxsize=64)
 def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     """The kernel for one block shape: constants let the compiler keep whole heads in registers.
 
@@ -125,7 +156,7 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     """
     logits_of_key = _logits_of_key(group, key_dim)
     logits_of_blocks = _logits_of_blocks(group, tokens, key_dim, value_offset + tokens * value_dim)
-    add_values = _add_values(group, tokens, value_dim, value_offset)
+    attend_values = attend_values_of(group, tokens, value_dim, value_offset)
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def attend(query, pool, first_row, last_row, row_ptr, slots, valid,
@@ -142,15 +173,9 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
             n = logits_of_blocks(pool, slots, valid, start, stop, q, k, s)
             for t in range(length):
                 logits_of_key(strip_key[row, t], 0, q, k, s, n + t)
-            for g in range(group):
-                known = lse[row, g] if merge else _MINUS_INFINITY
-                lse[row, g], kept = _weights_of(s[g], n + length, known)
-                for j in range(value_dim):
-                    old = widen(out[row, g, j]) if merge else np.float32(0.0)
-                    acc[g, j] = np.float32(np.nan) if kept != kept else old * kept
-            add_values(pool, slots, start, stop, strip_value[row], length, s, acc)
-            for g in range(group):
-                for j in range(value_dim):
-                    out[row, g, j] = narrow(acc[g, j], out[row, g, j])
+            attend_values(
+                pool, slots, start, stop, strip_value[row], length, merge, s, acc, out[row],
+                lse[row],
+            )  # fmt: skip
 
     return attend

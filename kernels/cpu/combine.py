@@ -5,7 +5,13 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive
+from tierstore.kernels.cpu.scalar import (
+    FAST,
+    exp_nonpositive,
+    from_ordered,
+    log_positive,
+    ordered,
+)
 
 NO_SIZES = np.empty((0, 0), np.float32)
 NO_UNITS = np.empty((0, 0), np.int32)
@@ -13,64 +19,98 @@ NO_FLAGS = np.empty((0, 0), np.bool_)
 """What kernels take for None: one type of argument, one compilation."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
+_LOWEST = np.float32(-3e38)
+
+
+_CHUNK = 2048
+"""Units that are looked at twice while the processor's first cache holds them."""
+
+part = njit(inline="always", fastmath=FAST)
+
+
+@lru_cache(maxsize=64)
+def _norm_of(sized):
+    """The log-sum-exp of one head's logits, each counted as often as its unit has tokens."""
+
+    @part
+    def norm_of(s, n, sizes, unit_tokens, beside):
+        peak = beside
+        total = np.float32(1.0) if beside > _MINUS_INFINITY else np.float32(0.0)
+        for first in range(0, n, _CHUNK):
+            # Slices: indices that begin at 0 need no test for negative ones.
+            own = s[first : min(first + _CHUNK, n)]
+            often = sizes[first : min(first + _CHUNK, n)] if sized else own
+            most = ordered(_MINUS_INFINITY)
+            for i in range(own.shape[0]):
+                live = not sized or often[i] > 0
+                most = max(most, ordered(own[i] if live else _MINUS_INFINITY))
+            top = from_ordered(most)
+            if not top <= peak:
+                total *= exp_nonpositive(peak - top) if total > 0 else np.float32(1.0)
+                peak = top
+            more = np.float32(0.0)
+            for i in range(own.shape[0]):
+                if sized:
+                    # An empty unit may be above the peak.
+                    more += exp_nonpositive(min(own[i] - peak, np.float32(0.0))) * often[i]
+                else:
+                    more += exp_nonpositive(own[i] - peak)
+            total += more if sized else more * unit_tokens
+        return peak + np.log(total)
+
+    return norm_of
+
+
+@lru_cache(maxsize=64)
+def _scores_of(group, takes_max, adds_masses):
+    """Scores of units from their logits, or log masses, less what each head's `norms` say."""
+
+    @part
+    def scores_of(s, norms, scores):
+        for i in range(scores.shape[0]):
+            best = s[0, i] - norms[0]
+            for g in range(1, group):
+                own = s[g, i] - norms[g]
+                best = max(best, own) if takes_max or adds_masses else best + own
+            if adds_masses:
+                total = np.float32(0.0)
+                for g in range(group):
+                    total += exp_nonpositive(s[g, i] - norms[g] - best)
+                best += log_positive(total)
+            scores[i] = best
+
+    return scores_of
 
 
 @lru_cache(maxsize=64)
 def combine_kernel(group, aggregate, softmax, sized):
     """The combining kernel for one rule; see `tierstore.kernels.combine_heads` for the contract."""
-    takes_max = aggregate == "max"
     takes_mean = aggregate == "mean_group"
-    adds_masses = softmax and not takes_max
-
-    @njit(cache=True, nogil=True, fastmath=FAST)
-    def normalise(s, n, sizes, unit_tokens, beside):
-        peak = beside
-        for i in range(n):
-            if not sized or sizes[i] > 0:
-                peak = max(peak, s[i])
-        total = np.float32(0.0)
-        for i in range(n):
-            if not sized:
-                total += exp_nonpositive(s[i] - peak)
-            elif sizes[i] > 0:
-                total += exp_nonpositive(s[i] - peak) * sizes[i]
-        others = exp_nonpositive(beside - peak) if beside > _MINUS_INFINITY else np.float32(0.0)
-        norm = peak + np.log((total if sized else total * unit_tokens) + others)
-        if takes_mean:
-            norm += np.log(np.float32(group))
-        for i in range(n):
-            s[i] -= norm
+    takes_max = aggregate == "max"
+    norm_of = _norm_of(sized)
+    scores_of = _scores_of(group, takes_max, softmax and not takes_max)
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def combine(logits, first_row, last_row, counts, sizes, unit_tokens, beside, out):
+        norms = np.zeros(group, np.float32)
+        factor = np.float32(1.0) / np.float32(group)
         for row in range(first_row, last_row):
-            n = counts[row]
-            s = logits[row]
+            n, s, scores = counts[row], logits[row], out[row, : counts[row]]
             own = sizes[row] if sized else sizes[:0].reshape(-1)
             if softmax:
                 for g in range(group):
                     lse = beside[row, g] if beside.size > 0 else _MINUS_INFINITY
-                    normalise(s[g], n, own, unit_tokens, lse)
-            for i in range(n):
-                best = s[0, i]
-                if softmax or takes_max:
-                    for g in range(1, group):
-                        best = max(best, s[g, i])
-                if adds_masses:
-                    total = np.float32(0.0)
-                    for g in range(group):
-                        total += exp_nonpositive(s[g, i] - best)
-                    best += np.log(total)
-                elif not takes_max:
-                    for g in range(1, group):
-                        best += s[g, i]
+                    norms[g] = norm_of(s[g], n, own, unit_tokens, lse)
                     if takes_mean:
-                        best /= np.float32(group)
-                out[row, i] = best
+                        norms[g] += np.log(np.float32(group))
+            scores_of(s, norms, scores)
+            if takes_mean and not softmax:
+                for i in range(n):
+                    scores[i] *= factor
             if sized:
                 for i in range(n):
                     if not own[i] > 0:
-                        out[row, i] = _MINUS_INFINITY
+                        scores[i] = _MINUS_INFINITY
 
     return combine
 
@@ -96,27 +136,56 @@ def rank_heads(logits, first_row, last_row, counts, sizes, unit_tokens, beside, 
             out[row, i] = _MINUS_INFINITY if empty else -np.log1p(np.float32(best[i]))
 
 
+@part
+def _pooled(pages, masses, softmax, out):
+    """Scores of blocks from the scores of their first, second, ... page: [pages, blocks]."""
+    out[:] = _MINUS_INFINITY
+    for page in range(pages.shape[0]):
+        own = pages[page]
+        for i in range(out.shape[0]):
+            out[i] = max(out[i], own[i])
+    if not softmax or pages.shape[0] == 1:
+        return
+    masses[:] = 0
+    for page in range(pages.shape[0]):
+        own = pages[page]
+        for i in range(out.shape[0]):
+            masses[i] += exp_nonpositive(own[i] - max(out[i], _LOWEST))
+    for i in range(out.shape[0]):
+        out[i] += log_positive(masses[i])
+
+
 @njit(cache=True, nogil=True, fastmath=FAST)
 def pool(scores, unit_of, kept, first_row, last_row, blocks, pages_per_block, softmax, out):
     """Fill `out` with the scores of blocks; see `tierstore.kernels.pool_pages`."""
     coarse = unit_of.size > 0
-    keeps = kept.size > 0
+    pages = np.empty((pages_per_block, _CHUNK), np.float32)
+    masses = np.empty(_CHUNK, np.float32)
     for row in range(first_row, last_row):
-        top = np.float32(-3e38)
-        for block in range(blocks[row]):
-            first = block * pages_per_block
-            best = _MINUS_INFINITY
-            for page in range(first, first + pages_per_block):
-                best = max(best, scores[row, unit_of[row, page] if coarse else page])
-            if softmax and pages_per_block > 1 and best > _MINUS_INFINITY:
-                total = np.float32(0.0)
-                for page in range(first, first + pages_per_block):
-                    s = scores[row, unit_of[row, page] if coarse else page]
-                    total += exp_nonpositive(s - best)
-                best += np.log(total)
-            out[row, block] = best
-            top = max(top, best)
-        if keeps:
-            for block in range(blocks[row]):
-                if kept[row, block]:
-                    out[row, block] = top + np.float32(1.0)
+        for first in range(0, blocks[row], _CHUNK):
+            own = out[row, first : min(first + _CHUNK, blocks[row])]
+            n, start = own.shape[0], first * pages_per_block
+            for page in range(pages_per_block):
+                if coarse:
+                    for i in range(n):
+                        unit = unit_of[row, start + i * pages_per_block + page]
+                        pages[page, i] = scores[row, unit]
+                else:
+                    listed = scores[row, start : start + n * pages_per_block]
+                    by_block = listed.reshape(n, pages_per_block)
+                    for i in range(n):
+                        pages[page, i] = by_block[i, page]
+            _pooled(pages[:, :n], masses[:n], softmax, own)
+        if kept.size > 0:
+            _raise_kept(out[row, : blocks[row]], kept[row])
+
+
+@part
+def _raise_kept(scores, kept):
+    """Let what is kept have the best score and 1 more."""
+    most = ordered(_LOWEST)
+    for i in range(scores.shape[0]):
+        most = max(most, ordered(scores[i]))
+    for i in range(scores.shape[0]):
+        if kept[i]:
+            scores[i] = from_ordered(most) + np.float32(1.0)

@@ -8,6 +8,9 @@ from numba import njit
 from tierstore.kernels.cpu.scalar import FAST, widen
 
 _ENTRIES = 8
+MOST_SEEN = 4096
+"""Nodes that a walk looks at, about: what it costs does not grow with the graph."""
+
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -32,15 +35,22 @@ def _enter(score, node, scores, nodes, expanded, used):
 
 
 @lru_cache(maxsize=64)
-def search_kernel(group, dim, degree):
-    """Search for one shape; see `tierstore.kernels.search_graph` for the contract."""
-
+def _logit_of(dim):
     @njit(cache=True, nogil=True, fastmath=FAST)
     def logit_of(q, vector):
         total = np.float32(0.0)
         for j in range(dim):
             total += q[j] * widen(vector[j])
         return total
+
+    return logit_of
+
+
+@lru_cache(maxsize=64)
+def search_kernel(group, dim, degree):
+    """Search for one shape; see `tierstore.kernels.search_graph` for the contract."""
+
+    logit_of = _logit_of(dim)
 
     @njit(cache=True, nogil=True)
     def search(q, vectors, edges, n, seen, scores, nodes, expanded):
@@ -85,3 +95,71 @@ def search_kernel(group, dim, degree):
                 search(q, vectors[row], edges[row], n, out[row, g], scores, nodes, expanded)
 
     return search_rows
+
+
+@njit(inline="always")
+def _is_new(table, node):
+    """Enter a node into a hash table of nodes, -1 where it is empty; False if it was there."""
+    mask = len(table) - 1
+    at = (node * 0x9E3779B1 >> 12) & mask
+    while table[at] >= 0:
+        if table[at] == node:
+            return False
+        at = (at + 1) & mask
+    table[at] = node
+    return True
+
+
+@lru_cache(maxsize=64)
+def walk_kernel(dim, degree):
+    """Walks for one shape; see `tierstore.kernels.walk_graph` for the contract."""
+    logit_of = _logit_of(dim)
+
+    @njit(cache=True, nogil=True)
+    def walk(q, vectors, edges, n, table, scores, nodes, expanded):
+        """Fill the best nodes seen, best first; how many they are."""
+        table[:] = -1
+        seen, used = 0, 0
+        for i in range(min(_ENTRIES, n)):
+            node = i * n // min(_ENTRIES, n)
+            if _is_new(table, node):
+                logit = logit_of(q, vectors[node])
+                _, used = _enter(logit, node, scores, nodes, expanded, used)
+        at = 0
+        while at < used and seen < MOST_SEEN:
+            if expanded[at]:
+                at += 1
+                continue
+            expanded[at] = True
+            node, back = nodes[at], at + 1
+            for e in range(-1, degree):
+                other = node + 1 if e < 0 else edges[node, e]
+                if other < 0:
+                    break
+                if other >= n or not _is_new(table, other):
+                    continue
+                seen += 1
+                logit = logit_of(q, vectors[other])
+                where, used = _enter(logit, other, scores, nodes, expanded, used)
+                back = min(back, where)
+            at = back
+        return used
+
+    @njit(cache=True, nogil=True)
+    def walk_rows(query, vectors, edges, n, beam, first_row, last_row, near, logits):
+        q = np.empty(dim, np.float32)
+        # The nodes of one expansion more than `MOST_SEEN`, and half of the places stay empty.
+        table = np.empty(4 * MOST_SEEN, np.int32)
+        scores = np.empty(beam, np.float32)
+        nodes = np.empty(beam, np.int32)
+        expanded = np.empty(beam, np.bool_)
+        for row in range(first_row, last_row):
+            for i in range(query.shape[1]):
+                for j in range(dim):
+                    q[j] = widen(query[row, i, j])
+                used = walk(q, vectors[row], edges[row], n, table, scores, nodes, expanded)
+                for place in range(near.shape[2]):
+                    near[row, i, place] = nodes[place] if place < used else -1
+                    logits[row, i, place] = scores[place] if place < used else _MINUS_INFINITY
+
+    return walk_rows

@@ -1,4 +1,4 @@
-"""Product-quantised keys: nearest centroids, packed codes, logits by table lookup."""
+"""Product-quantised keys: packed codes, logits by table lookup."""
 
 from functools import lru_cache
 
@@ -12,51 +12,6 @@ LANES = 64
 """Tokens whose codes are stored together, a word for each bit of them."""
 
 _LARGEST = np.float32(1e30)
-
-
-@lru_cache(maxsize=64)
-def nearest_kernel(dim):
-    """The best centroid of each point; see `tierstore.kernels.nearest_centroids`."""
-
-    @njit(cache=True, nogil=True, fastmath=FAST)
-    def nearest(points, centroids, offsets, first_row, last_row, out):
-        clusters = centroids.shape[1]
-        turned = np.empty((dim, clusters), np.float32)
-        fits = np.empty(clusters, np.float32)
-        for row in range(first_row, last_row):
-            for j in range(dim):
-                for c in range(clusters):
-                    turned[j, c] = centroids[row, c, j]
-            for i in range(points.shape[1]):
-                for c in range(clusters):
-                    fits[c] = offsets[row, c]
-                for j in range(dim):
-                    x = points[row, i, j]
-                    for c in range(clusters):
-                        fits[c] += x * turned[j, c]
-                best = fits[0]
-                for c in range(1, clusters):
-                    best = max(best, fits[c])
-                at = clusters
-                for c in range(clusters):
-                    at = min(at, c if fits[c] == best else clusters)
-                # NaN fits nothing; where it is stored, it must still be in bounds.
-                out[row, i] = at if at < clusters else 0
-
-    return nearest
-
-
-@njit(cache=True, nogil=True)
-def add_up(points, labels, first_row, last_row, sums, sizes):
-    """Sums and sizes of clusters; see `tierstore.kernels.cluster_sums`."""
-    for row in range(first_row, last_row):
-        sums[row] = 0
-        sizes[row] = 0
-        for i in range(points.shape[1]):
-            c = labels[row, i]
-            sizes[row, c] += 1
-            for j in range(points.shape[2]):
-                sums[row, c, j] += points[row, i, j]
 
 
 @njit(cache=True, nogil=True)

@@ -49,6 +49,14 @@ def _from_bits(typingctx, bits):
 
 
 @intrinsic
+def _to_bits(typingctx, value):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
 def narrow(typingctx, value, like):
     """`value` (float32) rounded to nearest even and stored as an element of the type of `like`."""
 
@@ -93,6 +101,25 @@ def prefetch(typingctx, array, row, column):
     return types.none(array, row, column), codegen
 
 
+_SIGNLESS = np.int32(0x7FFFFFFF)
+
+
+@njit(inline="always")
+def ordered(x):
+    """An integer that is larger for a larger x: their maximum is vector code, that of floats not.
+
+    A NaN is beyond both infinities, by its sign.
+    """
+    bits = _to_bits(x)
+    return np.int32(bits ^ ((bits >> np.int32(31)) & _SIGNLESS))
+
+
+@njit(inline="always")
+def from_ordered(key):
+    """The number that `ordered` made `key` of."""
+    return _from_bits(np.int32(key ^ ((key >> np.int32(31)) & _SIGNLESS)))
+
+
 _LOG2_E = np.float32(1.4426950408889634)
 _C6, _C5, _C4, _C3, _C2, _C1 = (
     np.float32(math.log(2.0) ** n / math.factorial(n)) for n in (6, 5, 4, 3, 2, 1)
@@ -114,3 +141,34 @@ def exp_nonpositive(x):
     p = p * f + _C1
     p = p * f + np.float32(1.0)
     return p * _from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+
+
+_LN_2 = np.float32(math.log(2.0))
+_ROOT_HALF_BITS = np.int32(0x3F3504F3)
+_EXPONENT = np.int32(-1 << 23)
+_D0, _D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8 = (
+    np.float32(x)
+    for x in (
+        0.999999974, -0.49999987, 0.333341835, -0.250021542, 0.199569719,
+        -0.165606753, 0.149491349, -0.14377505, 0.0874405312,
+    )
+)  # fmt: skip
+"""ln(1 + f) / f for 1 + f between the roots of 1/2 and 2, fitted at Chebyshev's points: to 3e-8."""
+
+
+@njit(inline="always", fastmath=FAST)
+def log_positive(x):
+    """ln x for a normal number x > 0, to a relative error of 4e-7: np.log is no vector code."""
+    bits = _to_bits(x)
+    whole = np.int32(bits - _ROOT_HALF_BITS) & _EXPONENT
+    f = _from_bits(np.int32(bits - whole)) - np.float32(1.0)
+    p = _D8
+    p = p * f + _D7
+    p = p * f + _D6
+    p = p * f + _D5
+    p = p * f + _D4
+    p = p * f + _D3
+    p = p * f + _D2
+    p = p * f + _D1
+    p = p * f + _D0
+    return np.float32(np.int32(whole >> np.int32(23))) * _LN_2 + f * p

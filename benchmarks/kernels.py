@@ -1,0 +1,201 @@
+"""Every CPU kernel beside plain torch and beside what this machine could do at most.
+
+A kernel could reach the longer of two times: its bytes at the speed of a stream over as many, and
+its work (multiply-adds, exponentials, ...) in a loop over what a cache holds. Both are measured in
+the same round, on as many threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from tierstore.benchmarks import kernel_bounds as bounds
+from tierstore.benchmarks.attention_cases import ATTENTION
+from tierstore.benchmarks.findings import Findings
+from tierstore.benchmarks.index_upkeep import (
+    CONFIGURATIONS,
+    append_measure,
+    append_ratios,
+    build_measure,
+    build_ratios,
+)
+from tierstore.benchmarks.kernel_cases import DEMO, LARGE
+from tierstore.benchmarks.machine import Machine
+from tierstore.benchmarks.rounds import Measure, Ratio, alternate
+from tierstore.benchmarks.scoring_cases import SCORING
+from tierstore.errors import ConfigError
+from tierstore.kernels.operations import cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tierstore.benchmarks.kernel_cases import Case, Sizes
+    from tierstore.benchmarks.rounds import Say
+
+PARTS = ("large", "demo", "append", "build")
+SIZES: Mapping[str, Sizes] = {"large": LARGE, "demo": DEMO}
+CASES = {**SCORING, **ATTENTION}
+REACHED, FASTER, PQ_SCAN_MS = 0.6, 4.0, 6.0
+_FASTER = ("dot_logits", "attend_blocks")
+_OURS, _PLAIN, _ATTAINABLE, _STREAM, _WORK = "ours", "torch", "attainable", "stream", "work"
+_LIMIT = "limit"
+_TURN = 4e-3
+"""Seconds that a turn takes at least."""
+
+
+def run(say: Say, *, repeat: int = 5, parts: str | None = None) -> Findings:
+    """Measure some of `PARTS`; all by default."""
+    if cpu is None:
+        raise ConfigError("kernels: Numba is missing, and its kernels are what is measured")
+    chosen = PARTS if parts is None else tuple(parts.split(","))
+    if not chosen or set(chosen) - set(PARTS):
+        raise ConfigError(f"parts={parts!r}: expected some of {', '.join(PARTS)}")
+    return measure(say, repeat=repeat, parts=chosen)
+
+
+def measure(
+    say: Say,
+    *,
+    repeat: int,
+    parts: Sequence[str],
+    sizes: Mapping[str, Sizes] = SIZES,
+    cases: Mapping[str, Callable[[Sizes], Case]] = CASES,
+) -> Findings:
+    """Measure some of `PARTS` in so many rounds."""
+    machine = Machine.here()
+    measures: dict[str, Measure] = {}
+    ratios: list[Ratio] = []
+    tables, says = [], {}
+    for size in [part for part in parts if part in sizes]:
+        own = {name: f"{name}, {size}" for name in cases}
+        for name, label in own.items():
+            measures[label], says[label] = _measure(cases[name](sizes[size]), repeat)
+            say(f"{label}: {_line(measures[label])}")
+            gc.collect()
+        ratios += [ratio for name, label in own.items() for ratio in _ratios(name, label, size)]
+        if (scan := own.get("pq_logits")) is not None and size == "large":
+            measures[scan] = _with_limit(measures[scan], PQ_SCAN_MS)
+        tables.append(_table(f"{size}: {_said(sizes[size])}", own, measures, says))
+    for part, found, wanted in (
+        ("append", append_measure, append_ratios), ("build", build_measure, build_ratios)
+    ):  # fmt: skip
+        if part in parts:
+            measures[part] = found(say, repeat)
+            ratios += wanted(part)
+    return Findings(
+        benchmark="kernels",
+        machine=machine,
+        baseline=_PLAIN,
+        settings={"parts": ", ".join(parts), "rounds": repeat},
+        configurations={
+            _OURS: "the Numba kernel",
+            _PLAIN: "the same in plain torch",
+            _ATTAINABLE: "the longer one of stream and work",
+            _STREAM: "a loop that reads as many bytes, or copies them where the kernel does",
+            _WORK: "the kernel's work on what a cache holds, divided by the threads",
+            _LIMIT: "a number of milliseconds that was set",
+            **CONFIGURATIONS,
+        },
+        measures=measures,
+        ratios=ratios,
+        details={"work": says},
+        tables=tables,
+    )
+
+
+def _measure(case: Case, rounds: int) -> tuple[Measure, str]:
+    """Milliseconds of a kernel and its bounds, and what bounds it."""
+    move = bounds.copies if case.is_copy else bounds.stream
+    runs = {_OURS: case.run, _PLAIN: case.plain, _STREAM: move(case.nbytes)}
+    runs |= {work.says: work.run for work in case.work}
+    calls = {name: _calls(each) for name, each in runs.items()}
+    found = alternate(
+        {name: partial(_milliseconds, each, calls[name]) for name, each in runs.items()},
+        rounds,
+        lambda number, latest: None,
+    )
+    spread = bounds.threads()
+    work = [
+        sum(each.share * found[each.says][at] for each in case.work) / spread
+        for at in range(rounds)
+    ]
+    attainable = [max(pair) for pair in zip(found[_STREAM], work, strict=True)]
+    values = {
+        _OURS: found[_OURS],
+        _PLAIN: [case.plain_share * value for value in found[_PLAIN]],
+        _ATTAINABLE: attainable,
+        _STREAM: found[_STREAM],
+        _WORK: work,
+    }
+    is_work = statistics.median(work) > statistics.median(found[_STREAM])
+    says = " + ".join(each.says for each in case.work) if is_work else "stream"
+    return Measure("ms", values), "copy" if says == "stream" and case.is_copy else says
+
+
+def _calls(run: Callable[[], object]) -> int:
+    """How many calls make a turn; compiles it first."""
+    run()
+    start = time.perf_counter()
+    run()
+    return max(1, int(_TURN / (time.perf_counter() - start)))
+
+
+def _milliseconds(run: Callable[[], object], calls: int, number: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
+def _ratios(name: str, label: str, size: str) -> list[Ratio]:
+    ratios = [Ratio(f"{label}: attainable / time", label, _ATTAINABLE, _OURS, at_least=REACHED)]
+    if name in _FASTER:
+        ratios.append(Ratio(f"{label}: torch / ours", label, _PLAIN, _OURS, at_least=FASTER))
+    if name == "pq_logits" and size == "large":
+        ratios.append(Ratio(f"{label}: time / {PQ_SCAN_MS:.0f} ms", label, _OURS, _LIMIT,
+                            at_most=1.0))  # fmt: skip
+    return ratios
+
+
+def _with_limit(measure: Measure, limit: float) -> Measure:
+    rounds = len(measure.values[_OURS])
+    return Measure(measure.unit, {**measure.values, _LIMIT: [limit] * rounds})
+
+
+def _said(sizes: Sizes) -> str:
+    return (
+        f"{sizes.rows} KV heads, {sizes.group} query heads each, head dimension {sizes.dim}, "
+        f"{sizes.tokens:,} tokens, {sizes.picked:,} attended to"
+    )
+
+
+def _line(measure: Measure) -> str:
+    medians = {name: statistics.median(values) for name, values in measure.values.items()}
+    reached = medians[_ATTAINABLE] / medians[_OURS]
+    return f"{medians[_OURS]:.3f} ms, {reached:.0%} of attainable"
+
+
+def _table(
+    title: str,
+    labels: Mapping[str, str],
+    measures: Mapping[str, Measure],
+    says: Mapping[str, str],
+) -> Table:
+    table = Table("kernel", title=title)
+    for heading in ("ms", "torch, ms", "torch / ours", "attainable, ms", "reached"):
+        table.add_column(heading, justify="right")
+    table.add_column("bounded by")
+    for name, label in labels.items():
+        values = measures[label].values
+        ours, plain, attainable = (
+            statistics.median(values[key]) for key in (_OURS, _PLAIN, _ATTAINABLE)
+        )
+        numbers = f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.1f}", f"{attainable:.3f}"
+        table.add_row(name, *numbers, f"{attainable / ours:.0%}", says[label])
+    return table
