@@ -171,9 +171,17 @@ def _gpu(
     return Hardware(name, device, _HOST, SUSTAINED * link, _U2, _JUDGE, False, source)
 
 
+_CORES = Processor(0.41e12, 60e9, 25e9, 23 * _GIB, 100e-6)
+
+_REFERENCE = Hardware(
+    "reference", _CORES, _CORES, 6e9, ((4 << 10, 0.3e9), (64 << 10, 1.3e9), (1 << 20, 1.3e9)),
+    _JUDGE, True, "tierstore roofline on 2 cores of an Intel Xeon at 2.6 GHz with AVX-512",
+)  # fmt: skip
+
 PRESETS = {
     hardware.name: hardware
     for hardware in (
+        _REFERENCE,
         _gpu("l20", 119.5e12, 59.8e12, 864e9, 48, 32e9, "NVIDIA L20 data sheet, PCIe 4.0 x16"),
         _gpu("h20", 148e12, 44e12, 4.0e12, 96, 64e9, "NVIDIA H20 data sheet, PCIe 5.0 x16"),
         _gpu(

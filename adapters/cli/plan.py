@@ -60,14 +60,15 @@ def add_command(subparsers: Subparsers) -> None:
 
 def _check_alone(options: argparse.Namespace) -> None:
     """ConfigError where an action is given what only a prediction takes."""
-    given = [name for name in prediction.OPTIONS if getattr(options, name, None) not in (None, False)]
+    given = [name for name in prediction.OPTIONS if getattr(options, name) is not None]
     if given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: belongs to tierstore plan without an action"
+            f"{', '.join(given)}: only tierstore plan without an action takes that; leave it out"
         )
 
 
 def _make(options: argparse.Namespace) -> None:
+    _check_alone(options)
     budget = None if options.budget is None else parse_budget(options.budget)
     check_target(options.plan, "plan")
     check_window(options.window)
@@ -93,6 +94,7 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    _check_alone(options)
     from tierstore.adapters.cli.plan_picture import draw, table
     from tierstore.policies.plan import Plan
 

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierstore.adapters.cli.json_file import write_json
 from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
 from tierstore.sizes import MOST, format_size, parse_budget, parse_size
+from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
     import argparse
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from tierstore.adapters.planner.prediction import Load, Prediction
     from tierstore.hardware import Hardware
 
-OPTIONS = ("model", "gpu", "dram", "device_memory", "context", "batch", "budget_of_plan", "json")
+OPTIONS = (
+    "model", "gpu", "dram", "device_memory", "context", "batch", "step_budget", "json_file",
+)
 _TOKENS = re.compile(r"(\d+)([kKmM]?)")
 _RECOMMENDED = ("kvdrive", "best")
 
@@ -40,12 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--context", metavar="TOKENS", help="such as 122k; default: 120k")
     load.add_argument("--batch", type=int, metavar="N", help="sequences; default: 1")
     load.add_argument(
-        "--select",
-        dest="budget_of_plan",
+        "--budget",
+        dest="step_budget",
         metavar="BUDGET",
         help="share of the context (1.5625%%, the default) or tokens that a step selects",
     )
-    load.add_argument("--json", metavar="FILE", help="write everything to a file")
+    load.add_argument("--json", dest="json_file", metavar="FILE", help="write everything to a file")
 
 
 def parse_tokens(text: str, what: str = "context") -> int:
@@ -86,13 +90,15 @@ def run(options: argparse.Namespace) -> None:
     from tierstore.adapters.planner.models import model_named
     from tierstore.adapters.planner.prediction import Load, predict_all
 
+    if options.json_file is not None:
+        check_target(options.json_file, "json")
     batch = 1 if options.batch is None else options.batch
     check_whole("batch", batch, 1, 1 << 16)
     load = Load(
         model_named(options.model),
         parse_tokens(options.context or "120k"),
         batch,
-        parse_budget(options.budget_of_plan or "1.5625%"),
+        parse_budget(options.step_budget or "1.5625%"),
     )
     sizes = [
         None if text is None else parse_size(text, name)
@@ -101,10 +107,8 @@ def run(options: argparse.Namespace) -> None:
     hardware = hardware_for(options.gpu).with_memory(*sizes)
     predictions = predict_all(load, hardware)
     _show(predictions, load, hardware)
-    if options.json is not None:
-        from tierstore.adapters.cli.json_file import write_json
-
-        write_json(options.json, _content(predictions, load, hardware))
+    if options.json_file is not None:
+        write_json(options.json_file, _content(predictions, load, hardware))
 
 
 def _content(
