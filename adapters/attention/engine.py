@@ -13,7 +13,7 @@ from tierstore import kernels
 from tierstore.adapters.attention.batch import Batch
 from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
 from tierstore.adapters.attention.places import check_where
-from tierstore.adapters.attention.planning import check_planning, plan_for, window_for
+from tierstore.adapters.attention.planning import check_planning, plan_for, tuned, window_for
 from tierstore.adapters.attention.report import Report, TierReport
 from tierstore.adapters.attention.rules import Rules, filter_for
 from tierstore.adapters.presets import Preset, preset_named
@@ -64,7 +64,8 @@ class SparseAttention:
         as ``"512KiB"``, which the nats then follow. What is not fetched is not attended; everything
         in the fast tier is. 0 fetches all; the preset's by default.
     plan: how the window, and perhaps the budget, is shared out between layers and heads: a `Plan`,
-        or the file of one. Alike by default. Its mean window is then the `window`.
+        or the file of one. Alike by default. Its mean window is then the `window`. What it says of
+        the index's clusters replaces the preset's number.
     recalibrate: make the windows' plan anew once, after so many steps, from what they selected; 64
         to 100 are enough. A quarter as many before them only warm up.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
@@ -106,11 +107,11 @@ class SparseAttention:
         record: bool = False,
         on_selection: SelectionListener | None = None,
     ) -> None:
-        system = preset_named(preset)
+        given = None if plan is None else plan_for(plan, geometry)
+        system = tuned(preset_named(preset), given)
         amount = parse_budget(system.budget if budget is None else budget)
         filter_ = filter_for(hysteresis, system, geometry)
         check_where(attend_where, recalibrate)
-        given = None if plan is None else plan_for(plan, geometry)
         window = window_for(
             window,
             given,

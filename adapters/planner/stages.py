@@ -147,6 +147,11 @@ class LayerStages:
         width = blocks * preset.block_tokens + layer.strip_room
         self._weights = np.empty((rows, geometry.group, width), np.float32)
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of each row."""
+        return int(self._layer.blocks[0])
+
     def resize(self, window: float) -> None:
         """Have a fast tier of so many budgets."""
         wanted = np.minimum(np.ceil(self._budgets * window), self._layer.blocks).astype(np.int64)
