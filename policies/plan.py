@@ -230,9 +230,7 @@ def _fault_of_tuning(tuning: object) -> str:
     if not isinstance(tuning, dict) or not tuning.keys() <= {"tokens_per_centroid", "micro_batch"}:
         return f"tuning={reprlib.repr(tuning)}: expected tokens_per_centroid and micro_batch"
     tokens, micro_batch = tuning.get("tokens_per_centroid"), tuning.get("micro_batch")
-    if tokens is not None and (
-        type(tokens) not in (int, float) or not 1 <= tokens <= MOST
-    ):
+    if tokens is not None and (type(tokens) not in (int, float) or not 1 <= tokens <= MOST):
         return f"tokens_per_centroid={reprlib.repr(tokens)}: expected a number from 1 to {MOST}"
     if micro_batch is not None and (type(micro_batch) is not int or not 1 <= micro_batch <= MOST):
         return f"micro_batch={reprlib.repr(micro_batch)}: expected a whole number from 1 to {MOST}"

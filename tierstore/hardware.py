@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from tierstore.errors import ConfigError
 
@@ -78,7 +77,9 @@ class Hardware:
                 )
         sizes = [size for size, _ in self.disk]
         if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-            raise ConfigError(f"hardware {self.name!r}: disk reads of {sizes}: expected rising sizes")
+            raise ConfigError(
+                f"hardware {self.name!r}: disk reads of {sizes}: expected rising sizes"
+            )
 
     def disk_rate(self, read_bytes: float) -> float:
         """Bytes/s of many reads of such a size: between two known sizes on a line of logarithms."""
@@ -132,7 +133,7 @@ class Hardware:
             ) from error
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r:.40} is no number")
     return float(value)

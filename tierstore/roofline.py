@@ -78,4 +78,4 @@ def crossing(hardware: Hardware, hits: float = 0.0) -> float:
     device, host = device_roof(hardware, hits), host_roof(hardware)
     if device.bandwidth >= host.bandwidth:
         return 0.0 if device.flops >= host.flops else math.inf
-    return host.flops / device.bandwidth if device.flops > host.flops else math.inf
+    return host.flops / device.bandwidth if device.flops >= host.flops else math.inf

@@ -38,8 +38,8 @@ def check_where(attend_where: str, recalibrate: int | None) -> None:
         )
     if attend_where != "fetch" and recalibrate is not None:
         raise ConfigError(
-            f"attend_where={attend_where!r}, recalibrate={recalibrate}: blocks that stay where they "
-            "are cannot be counted: pass one or the other"
+            f"attend_where={attend_where!r}, recalibrate={recalibrate}: blocks that stay where "
+            "they are cannot be counted: pass one or the other"
         )
 
 

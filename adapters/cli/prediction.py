@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from tierstore.hardware import Hardware
 
 OPTIONS = (
-    "model", "gpu", "dram", "device_memory", "context", "batch", "step_budget", "json_file",
+    "model",
+    "gpu",
+    "dram",
+    "device_memory",
+    "context",
+    "batch",
+    "step_budget",
+    "json_file",
 )
 _TOKENS = re.compile(r"(\d+)([kKmM]?)")
 _RECOMMENDED = ("kvdrive", "best")
@@ -74,8 +81,8 @@ def hardware_for(name: str) -> Hardware:
         content = json.loads(Path(name).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"gpu={name!r}: expected one of {', '.join(PRESETS)}, or a file that tierstore roofline "
-            f"--json wrote ({error})"
+            f"gpu={name!r}: expected one of {', '.join(PRESETS)}, or a file that tierstore "
+            f"roofline --json wrote ({error})"
         ) from error
     return Hardware.from_dict(content.get("hardware") if isinstance(content, dict) else content)
 
@@ -111,9 +118,7 @@ def run(options: argparse.Namespace) -> None:
         write_json(options.json_file, _content(predictions, load, hardware))
 
 
-def _content(
-    predictions: list[Prediction], load: Load, hardware: Hardware
-) -> dict[str, object]:
+def _content(predictions: list[Prediction], load: Load, hardware: Hardware) -> dict[str, object]:
     asked = {"model": load.model.name, "context": load.context, "batch": load.batch}
     return {
         "schema": 1,
@@ -140,7 +145,7 @@ def table(predictions: list[Prediction], load: Load, hardware: Hardware) -> Tabl
 
     shown = Table(
         title=f"{load.model.name} on {hardware.name}: {load.batch} x {load.context:,} tokens, "
-        f"{load.selected:,} selected",
+        f"{load.selected:,} selected; stages in ms of a step, as if none overlapped",
         title_justify="left",
     )
     shown.add_column("system")
@@ -148,28 +153,34 @@ def table(predictions: list[Prediction], load: Load, hardware: Hardware) -> Tabl
         shown.add_column(heading, justify="right")
     for heading in ("step, ms", "tokens/s"):
         shown.add_column(heading, justify="right")
-    shown.add_column("")
     for each in predictions:
         footprint = each.footprint
         sizes = (footprint.device, footprint.host, footprint.disk)
         times = [f"{1e3 * seconds:.1f}" for seconds in each.stages.values()]
-        speed = f"{each.tokens_per_second:.1f}" if each.fits else "-"
-        step = f"{1e3 * each.step_seconds:.1f}" if each.fits else "-"
-        shown.add_row(
-            each.system, *(format_size(size) for size in sizes), *times, step, speed,
-            footprint.lacks,
-        )  # fmt: skip
+        step, speed = f"{1e3 * each.step_seconds:.1f}", f"{each.tokens_per_second:.1f}"
+        if not each.fits:
+            step, speed = "out of", f"{footprint.lacks} memory"
+        sizes_shown = (format_size(size) for size in sizes)
+        shown.add_row(each.system, *sizes_shown, *times, step, speed)
     return shown
 
 
 def recommendation(prediction: Prediction) -> str:
     """What to run one of our presets with, in words."""
     if not prediction.fits:
-        return f"{prediction.system}: {prediction.footprint.lacks}; fewer sequences or tokens fit"
+        return (
+            f"{prediction.system}: out of {prediction.footprint.lacks} memory; pass fewer "
+            "sequences or tokens"
+        )
     footprint = prediction.footprint
     disk = " --disk DIR" if footprint.disk else ""
     return (
         f"{prediction.system}: window of {prediction.window:g} budgets, "
-        f"{prediction.micro_batches} micro-batches; --fast {format_size(footprint.fast)} "
-        f"--dram {format_size(footprint.host)}{disk}"
+        f"{prediction.micro_batches} micro-batches; --fast {_option(footprint.fast)} "
+        f"--dram {_option(footprint.host)}{disk}"
     )
+
+
+def _option(size: float) -> str:
+    """A size as the options take it."""
+    return format_size(size).replace(" ", "")

@@ -38,9 +38,7 @@ _LAYERS = 3
 """Layers that are tuned on, spread over the model."""
 
 
-def profile(
-    options: argparse.Namespace, document: Document, say: Say
-) -> tuple[Plan, Tuned]:
+def profile(options: argparse.Namespace, document: Document, say: Say) -> tuple[Plan, Tuned]:
     """Profile as `options` say: the plan, and all that was tried."""
     preset = preset_named(options.preset)
     budget = parse_budget(preset.budget if options.budget is None else options.budget)
@@ -63,7 +61,7 @@ def profile(
     return _finished(plan, tuned, options, budget), tuned
 
 
-def _selected(options: argparse.Namespace, budget: float | int) -> int:
+def _selected(options: argparse.Namespace, budget: float) -> int:
     """Tokens that a step selects for each KV head."""
     return math.ceil(options.tokens * budget) if isinstance(budget, float) else budget
 
@@ -99,9 +97,7 @@ def samples_of(seen: Capture, layers: int = _LAYERS) -> list[Sample]:
     ]
 
 
-def _finished(
-    plan: Plan, tuned: Tuned, options: argparse.Namespace, budget: float | int
-) -> Plan:
+def _finished(plan: Plan, tuned: Tuned, options: argparse.Namespace, budget: float) -> Plan:
     """The plan with what tuning chose and, if there is memory to share out, the pinned split."""
     facts = dict(plan.facts) | {"tuned_for": options.preset, "batch": options.batch}
     pinned = None

@@ -116,7 +116,9 @@ def rates(hardware: Hardware) -> Table:
         ("memory", device.memory, host.memory, "GB/s", 1e9),
     ):
         shown.add_row(f"{name}, {unit}", f"{one / scale:.3g}", f"{other / scale:.3g}")
-    shown.add_row("a stage beside its work, µs", f"{1e6 * device.launch:.3g}", f"{1e6 * host.launch:.3g}")
+    shown.add_row(
+        "a stage beside its work, µs", f"{1e6 * device.launch:.3g}", f"{1e6 * host.launch:.3g}"
+    )
     shown.add_section()
     shown.add_row("blocks into the fast tier, GB/s", f"{hardware.link / 1e9:.3g}", "")
     shown.add_row("judging, ns for each block", "", f"{1e9 * hardware.judge:.3g}")

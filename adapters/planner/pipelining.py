@@ -42,9 +42,7 @@ def makespan(micro_batches: Sequence[Sequence[Stage]]) -> float:
     return end
 
 
-def layer_seconds(
-    schedule: str, ahead: Sequence[Stage], after: float, micro_batches: int
-) -> float:
+def layer_seconds(schedule: str, ahead: Sequence[Stage], after: float, micro_batches: int) -> float:
     """Seconds of one layer.
 
     Parameters

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.planner.locality import covered_share, reload_share
 from tierstore.adapters.planner.pipelining import Stage, layer_seconds
 from tierstore.adapters.planner.systems import SYSTEMS
-from tierstore.sizes import format_size
 
 if TYPE_CHECKING:
     from tierstore.adapters.planner.models import ModelSize
@@ -63,8 +62,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on each medium, and what does not fit; empty if all does.
+    """Bytes on each medium.
 
+    lacks: "device" or "host" where that has too little memory; empty if all fits.
     fast: the part of `device` that is index and keys and values.
     """
 
@@ -122,8 +122,7 @@ def predict(system: System, load: Load, hardware: Hardware) -> Prediction:
     last = hardware.device.matmul_seconds(head * model.ELEMENT, 2.0 * head * load.batch)
     names = ("select", "judge", "fetch")
     stages = {
-        name: model.layers * count * stage.seconds
-        for name, stage in zip(names, ahead, strict=True)
+        name: model.layers * count * stage.seconds for name, stage in zip(names, ahead, strict=True)
     }
     stages |= {"attend": model.layers * attend, "rest": model.layers * rest + last}
     step = model.layers * layer + last
@@ -190,9 +189,7 @@ def _misses(system: System, load: Load) -> float:
     return reload_share(_window(system, load), load.selected / load.context)
 
 
-def _fetch(
-    system: System, load: Load, hardware: Hardware, sequences: float
-) -> tuple[str, float]:
+def _fetch(system: System, load: Load, hardware: Hardware, sequences: float) -> tuple[str, float]:
     """What fetching in one layer occupies most, and for how long."""
     model, share = load.model, _misses(system, load)
     if share == 0:
@@ -224,7 +221,9 @@ def _disk_seconds(
     sizes = EXTENTS if load.extent_bytes is None else (load.extent_bytes,)
     segments = sequences * model.kv_heads
     return segments * min(
-        _touched(wanted, load.context / BLOCK_TOKENS * block / size) * size / hardware.disk_rate(size)
+        _touched(wanted, load.context / BLOCK_TOKENS * block / size)
+        * size
+        / hardware.disk_rate(size)
         for size in sizes
     )
 
@@ -248,9 +247,7 @@ def _attend(system: System, load: Load, hardware: Hardware) -> float:
 def _rest(load: Load, hardware: Hardware) -> float:
     """Seconds of one layer beside attention: its weights are read once for the whole batch."""
     weights = load.model.layer_parameters
-    return hardware.device.matmul_seconds(
-        weights * load.model.ELEMENT, 2.0 * weights * load.batch
-    )
+    return hardware.device.matmul_seconds(weights * load.model.ELEMENT, 2.0 * weights * load.batch)
 
 
 def _total_kv(load: Load) -> float:
@@ -301,13 +298,13 @@ def _footprint(system: System, load: Load, hardware: Hardware) -> Footprint:
     if system.spills and _held_share(system, load, hardware) < 1:
         held, disk = held * _held_share(system, load, hardware), total
     host = held + host_index
-    lacks = _lacking("device", device, hardware.device.memory_bytes)
     needed = host + device if hardware.is_one else host
-    lacks = lacks or _lacking("host", needed, hardware.host.memory_bytes)
+    lacks = "" if _fits(needed, hardware.host.memory_bytes) else "host"
+    if not _fits(device, hardware.device.memory_bytes):
+        lacks = "device"
     return Footprint(_fast_bytes(system, load), device, host, disk, lacks)
 
 
-def _lacking(medium: str, needed: float, room: int) -> str:
-    if needed <= room * (1 + 1e-9):
-        return ""
-    return f"out of {medium} memory: {format_size(needed)} of {format_size(room)}"
+def _fits(needed: float, room: int) -> bool:
+    # What is sized to fill a memory may come out a rounding error above it.
+    return needed <= room * (1 + 1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -179,7 +180,14 @@ class LayerStages:
         return Times(selected - start, judge, fetch, attend, missed)
 
     def _attend(
-        self, query: Array, row_ptr: Array, slots: Ids, valid: Bytes, out: torch.Tensor, *, merge: bool
+        self,
+        query: Array,
+        row_ptr: Array,
+        slots: Ids,
+        valid: Bytes,
+        out: torch.Tensor,
+        *,
+        merge: bool,
     ) -> None:
         layer = self._layer
         pool = self.store.tiers[0].view.view(layer.strip_key.dtype)
@@ -193,7 +201,7 @@ class LayerStages:
         """Numbers of the blocks that each row selects."""
         selection = self._layer.index.select(as_array(query.contiguous()), self._budgets)
         cuts = selection.row_ptr
-        return [selection.ids[a:b].copy() for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [selection.ids[a:b].copy() for a, b in pairwise(cuts.tolist())]
 
     def close(self) -> None:
         """Free memory and files."""

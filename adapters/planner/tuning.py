@@ -1,4 +1,4 @@
-"""Picks the centroids, the window and the micro-batch that are fastest on this machine (K13–K15)."""
+"""Picks centroids, window and micro-batch that are fastest on this machine (K13–K15)."""
 
 from __future__ import annotations
 
@@ -171,7 +171,9 @@ class Tuner:
             finally:
                 if directory is not None:
                     directory.close()
-        mean = Times(*(float(np.mean(column)) for column in zip(*map(_columns, times), strict=True)))
+        mean = Times(
+            *(float(np.mean(column)) for column in zip(*map(_columns, times), strict=True))
+        )
         return mean, float(np.mean(found)) if found else None
 
     def _steps(self, stages: LayerStages, sample: Sample, sequences: int) -> Times:

@@ -16,7 +16,10 @@ from tierstore.hardware import PRESETS
 if TYPE_CHECKING:
     from pathlib import Path
 
-TIGHT = {"fast": "260KiB", "dram": "8MiB", "budget": 0.25, "window": 1.0}
+    from tierstore.interfaces import Ids, Selection
+    from tierstore.kernels.element import Array
+
+TIGHT = {"fast": "4MiB", "dram": "8MiB", "budget": 0.25, "window": 1.0}
 STACKS: dict[str, dict[str, Any]] = {
     "fast over dram": TIGHT,
     "with a disk": TIGHT | {"dram": "600KiB", "disk": "kv"},
@@ -40,13 +43,13 @@ def test_a_step_attends_to_the_reported_tokens_wherever_they_lie(
 
 def run(where: str, hardware: str, steps: int = 5) -> tuple[list[torch.Tensor], SparseAttention]:
     story = Story(small(), sequences=1, seed=3)
-    engine = prefilled(
-        "exact", story, 600, attend_where=where, hardware=PRESETS[hardware], **TIGHT
-    )
+    engine = prefilled("exact", story, 600, attend_where=where, hardware=PRESETS[hardware], **TIGHT)
     outs = []
     for _ in range(steps):
-        for layer in range(story.geometry.layers):
-            outs.append(engine.attend(layer, *story.tell(layer, 1), scale=SCALE))
+        outs += [
+            engine.attend(layer, *story.tell(layer, 1), scale=SCALE)
+            for layer in range(story.geometry.layers)
+        ]
     return outs, engine
 
 
@@ -78,14 +81,23 @@ def test_the_rates_decide_where_auto_attends() -> None:
 def test_without_a_memory_tier_below_everything_is_fetched(tmp_path: Path) -> None:
     story = Story(small(), sequences=1)
     engine = prefilled(
-        "exact", story, 600, attend_where="in-tier", fast="260KiB", disk=tmp_path / "kv", budget=0.25
+        "exact",
+        story,
+        600,
+        attend_where="in-tier",
+        fast="4MiB",
+        window=1.0,
+        disk=tmp_path / "kv",
+        budget=0.25,
     )
     check_step(engine, story, 2e-5)
     assert engine.report().fetched_bytes > 0
     engine.close()
 
 
-@pytest.mark.parametrize("options", [{"attend_where": "there"}, {"attend_where": "auto", "recalibrate": 8}])
+@pytest.mark.parametrize(
+    "options", [{"attend_where": "there"}, {"attend_where": "auto", "recalibrate": 8}]
+)
 def test_rules_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="attend_where="):
         SparseAttention(small(), fast="1MiB", dram="1MiB", **options)
@@ -98,8 +110,8 @@ def test_a_block_selected_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     index = engine._batch.layers[0].index
     select = index.select
 
-    def twice(*arguments: Any) -> Any:
-        selection = select(*arguments)
+    def twice(query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
+        selection = select(query, budgets, beside)
         selection.ids = selection.ids.copy()
         selection.ids[1] = selection.ids[0]
         return selection

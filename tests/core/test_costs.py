@@ -24,7 +24,9 @@ def spent(costs: PlaceCosts, row: tuple[int, float], *, stays: bool) -> float:
 def brute_force(costs: PlaceCosts, table: list[tuple[int, float]]) -> float:
     best = float("inf")
     for choice in product([False, True], repeat=len(table)):
-        total = sum(spent(costs, row, stays=stays) for row, stays in zip(table, choice, strict=True))
+        total = sum(
+            spent(costs, row, stays=stays) for row, stays in zip(table, choice, strict=True)
+        )
         moved = any(row[0] and not stays for row, stays in zip(table, choice, strict=True))
         stayed = any(row[0] and stays for row, stays in zip(table, choice, strict=True))
         best = min(best, total + costs.fetch_call * moved + costs.far_call * stayed)
