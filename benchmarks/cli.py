@@ -65,6 +65,10 @@ BENCHMARKS = {
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
     ),
+    "predict": Benchmark(
+        "what the cost model predicts for this machine beside what is measured on it",
+        frozenset({"repeat", "tokens", "layers", "disk"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),

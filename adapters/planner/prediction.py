@@ -82,6 +82,7 @@ class Prediction:
     Attributes
     ----------
     window: budgets that stay on the device. micro_batches: that a step is cut into.
+    missed: share of what is attended to that has to be fetched.
     stages: seconds of select, judge, fetch, attend and the rest in a step, as if none overlapped.
     step_seconds: with what its schedule overlaps.
     """
@@ -89,6 +90,7 @@ class Prediction:
     system: str
     window: float
     micro_batches: int
+    missed: float
     footprint: Footprint
     stages: dict[str, float]
     step_seconds: float
@@ -127,7 +129,7 @@ def predict(system: System, load: Load, hardware: Hardware) -> Prediction:
     stages |= {"attend": model.layers * attend, "rest": model.layers * rest + last}
     step = model.layers * layer + last
     return Prediction(
-        system.name, window, count, _footprint(system, load, hardware), stages, step,
+        system.name, window, count, _misses(system, load), _footprint(system, load, hardware), stages, step,
         load.batch / step,
     )  # fmt: skip
 
@@ -238,7 +240,10 @@ def _attend(system: System, load: Load, hardware: Hardware) -> float:
     """Seconds of attention in one layer for the whole batch."""
     model = load.model
     where = hardware.device if system.attends_on == "device" else hardware.host
-    tokens = min(load.context, load.selected + _ALWAYS) if system.selects else load.context
+    tokens = float(load.context)
+    if system.selects:
+        held = max(1.0, _window(system, load)) if system.attends_residents else 1.0
+        tokens = min(tokens, held * load.selected + _ALWAYS)
     kv = load.batch * tokens * model.kv_bytes
     # A byte of keys and values meets each query head of its group in one multiply-add of two bytes.
     return where.seconds(kv, kv / model.ELEMENT * 2 * model.group)

@@ -33,6 +33,7 @@ class System:
     kv_on: where all keys and values live: "device" or "host".
     spills: whether what the host has no room for goes to disk.
     window: budgets that stay on the device from step to step; None where the plan chooses.
+    attends_residents: whether a step attends to everything that stays on the device.
     schedule: "sequential", "previous-layer" or "sfc"; see `pipelining`.
     attends_on: "device" or "host".
     device_index, host_index: bytes that stay there.
@@ -48,6 +49,7 @@ class System:
     kv_on: str = "host"
     spills: bool = False
     window: float | None = 0.0
+    attends_residents: bool = False
     schedule: str = "sequential"
     attends_on: str = "device"
     device_index: Amount = _none
@@ -148,12 +150,12 @@ SYSTEMS = {
             scanned=lambda m, n: _vectors(1.25 / 16)(m, n), operations=_products(1.25 / 16),
         ),
         System(
-            "kvdrive", spills=True, window=None, schedule="sfc", device_index=_vectors(1 / 15),
-            scanned=_vectors(1 / 15), operations=_products(1 / 15),
+            "kvdrive", spills=True, window=None, attends_residents=True, schedule="sfc",
+            device_index=_vectors(1 / 15), scanned=_vectors(1 / 15), operations=_products(1 / 15),
         ),
         System(
-            "best", spills=True, window=None, schedule="sfc", device_index=_weighted_pq,
-            scanned=_weighted_pq, operations=lambda m, n: 8.0 * m.query_heads * n,
+            "best", spills=True, window=None, attends_residents=True, schedule="sfc",
+            device_index=_weighted_pq, scanned=_weighted_pq, operations=lambda m, n: 8.0 * m.query_heads * n,
         ),
     )
 }  # fmt: skip
