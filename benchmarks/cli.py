@@ -69,6 +69,10 @@ BENCHMARKS = {
         "every CPU kernel against plain torch and what the machine could reach, and index upkeep",
         frozenset({"repeat", "parts"}),
     ),
+    "predict": Benchmark(
+        "what the cost model predicts for this machine beside what is measured on it",
+        frozenset({"repeat", "tokens", "layers", "disk"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),

@@ -12,7 +12,7 @@ CHUNK = 64
 
 
 @njit
-def _first_bad_id(segments, row_ptr, ids, blocks_of):
+def first_bad_id(segments, row_ptr, ids, blocks_of):
     """Position of the first id that is no block of its row, or -1; -2 for bad row pointers."""
     rows = segments.shape[0]
     if row_ptr.shape[0] != rows + 1 or row_ptr[0] != 0 or row_ptr[rows] != ids.shape[0]:
@@ -36,7 +36,7 @@ def judge(chunks, blocks_of, segments, row_ptr, blocks, slot_of, valid_of, last_
     the n blocks. Every selected handle is stamped with `step`, which protects it from eviction
     during that step.
     """
-    bad = _first_bad_id(segments, row_ptr, blocks, blocks_of)
+    bad = first_bad_id(segments, row_ptr, blocks, blocks_of)
     if bad != -1:
         return -1 - (bad if bad >= 0 else blocks.shape[0])
     misses = 0

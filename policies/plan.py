@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -20,11 +20,33 @@ if TYPE_CHECKING:
     from tierstore.policies.profile import Amounts
 
 FORMAT = "tierstore-plan"
-VERSION = 1
+VERSION = 2
+READS = (1, 2)
+"""Versions of files that can be read; those of version 1 have neither `pinned` nor `tuning`."""
+
 LEAST = 1 / 64
 """Smallest budget of a head, in mean ones."""
 
 _LARGEST = 1e9
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings that were the fastest of those tried on one machine; None where none was.
+
+    tokens_per_centroid: context tokens for each centroid of an index of clusters.
+    micro_batch: sequences that are selected for, judged and fetched together.
+
+    ConfigError for anything else.
+    """
+
+    tokens_per_centroid: float | None = None
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        fault = _fault_of_tuning(asdict(self))
+        if fault:
+            raise ConfigError(f"plan: {fault}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +63,9 @@ class Plan:
         with what it sees.
     query_heads, head_dim: of the model, to tell it from another.
     facts: how the plan came about, as far as JSON can hold it.
+    pinned: float64 [layers, KV heads], blocks of the tier under the fast one to keep in
+        page-locked memory, in mean budgets; None where all share it.
+    tuning: other settings.
 
     ConfigError for anything else.
     """
@@ -51,12 +76,15 @@ class Plan:
     budgets: Amounts | None = None
     misses: Amounts | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    pinned: Amounts | None = None
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         fault = (
             _fault_of_model(self.query_heads, self.head_dim, self.facts)
-            or _fault_of_types(self.windows, self.budgets, self.misses)
+            or _fault_of_types(self.windows, self.budgets, self.misses, self.pinned)
             or _fault(self.windows, self.budgets, self.misses)
+            or _fault_of_pinned(self.windows, self.pinned)
         )
         if fault:
             raise ConfigError(f"plan: {fault}")
@@ -91,6 +119,8 @@ class Plan:
             "windows": self.windows.tolist(),
             "budgets": None if self.budgets is None else self.budgets.tolist(),
             "misses": None if self.misses is None else self.misses.tolist(),
+            "pinned": None if self.pinned is None else self.pinned.tolist(),
+            "tuning": None if self.tuning is None else asdict(self.tuning),
             "facts": dict(self.facts),
         }
 
@@ -114,10 +144,9 @@ class Plan:
             raise _bad(path, f"no JSON ({error})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _bad(path, "JSON of another kind")
-        if type(content.get("version")) is not int or content["version"] != VERSION:
-            raise _bad(
-                path, f"version {content.get('version')!r}: this tierstore reads version {VERSION}"
-            )
+        version = content.get("version")
+        if type(version) is not int or version not in READS:
+            raise _bad(path, f"version {version!r}: this tierstore reads versions 1 and 2")
         model: list[Any] = [content.get(name) for name in ("query_heads", "head_dim", "facts")]
         query_heads, head_dim, facts = model
         fault = _fault_of_model(query_heads, head_dim, facts)
@@ -125,16 +154,22 @@ class Plan:
             raise _bad(path, fault)
         try:
             windows = _table(content.get("windows"))
-            budgets, misses = (
+            budgets, misses, pinned = (
                 None if content.get(name) is None else _table(content[name])
-                for name in ("budgets", "misses")
+                for name in ("budgets", "misses", "pinned")
             )
         except ValueError as error:
             raise _bad(path, "a table that is not one of numbers, layer by layer") from error
-        fault = _fault(windows, budgets, misses)
+        tuning = content.get("tuning")
+        fault = (
+            _fault(windows, budgets, misses)
+            or _fault_of_pinned(windows, pinned)
+            or _fault_of_tuning(tuning)
+        )
         if fault:
             raise _bad(path, fault)
-        return cls(windows, query_heads, head_dim, budgets, misses, facts)
+        settings = None if tuning is None else Tuning(**tuning)
+        return cls(windows, query_heads, head_dim, budgets, misses, facts, pinned, settings)
 
 
 def _fault_of_model(query_heads: object, head_dim: object, facts: object) -> str:
@@ -177,6 +212,28 @@ def _fault(windows: Amounts, budgets: Amounts | None, misses: Amounts | None) ->
         misses.shape != shape or not np.isfinite(misses).all() or misses.min() < 0
     ):
         return f"misses of shape {misses.shape}: expected numbers >= 0, {shape}"
+    return ""
+
+
+def _fault_of_pinned(windows: Amounts, pinned: Amounts | None) -> str:
+    if pinned is not None and (
+        pinned.shape != windows.shape or not np.isfinite(pinned).all() or pinned.min() < 0
+    ):
+        return f"pinned of shape {pinned.shape}: expected numbers >= 0, {windows.shape}"
+    return ""
+
+
+def _fault_of_tuning(tuning: object) -> str:
+    """What is wrong with settings by name; empty if nothing."""
+    if tuning is None:
+        return ""
+    if not isinstance(tuning, dict) or not tuning.keys() <= {"tokens_per_centroid", "micro_batch"}:
+        return f"tuning={reprlib.repr(tuning)}: expected tokens_per_centroid and micro_batch"
+    tokens, micro_batch = tuning.get("tokens_per_centroid"), tuning.get("micro_batch")
+    if tokens is not None and (type(tokens) not in (int, float) or not 1 <= tokens <= MOST):
+        return f"tokens_per_centroid={reprlib.repr(tokens)}: expected a number from 1 to {MOST}"
+    if micro_batch is not None and (type(micro_batch) is not int or not 1 <= micro_batch <= MOST):
+        return f"micro_batch={reprlib.repr(micro_batch)}: expected a whole number from 1 to {MOST}"
     return ""
 
 

@@ -51,6 +51,28 @@ def allocate_windows(
     return costs[np.arange(len(picks)), picks] / _UNIT
 
 
+def pinned_below(
+    misses: Amounts, windows: Amounts, below: float, budgets: Amounts, solve: Solve = greedy
+) -> Amounts:
+    """Blocks of a tier under the fast one for each head, so that least goes past both.
+
+    Parameters
+    ----------
+    misses: float64 [layers, KV heads, len(WINDOWS)], as `allocate_windows` takes them.
+    windows, budgets: float64 [layers, KV heads], what each head has in the fast tier, and its
+        budget, in mean budgets.
+    below: mean of the blocks in the lower tier, in mean budgets.
+
+    Returns
+    -------
+    float64 [layers, KV heads], in mean budgets; their mean is at most `below`.
+    """
+    flat = misses.reshape(-1, misses.shape[-1])
+    both = allocate_windows(flat, float(windows.mean()) + below, budgets.ravel(), solve)
+    extra = np.maximum(both.reshape(windows.shape) - windows, 0)
+    return extra * min(1.0, below / max(float(extra.mean()), 1e-30))
+
+
 def allocate_budgets(missed: Amounts, solve: Solve = greedy) -> Amounts:
     """The budget of each head that together miss least attention mass; their mean is at most 1.
 

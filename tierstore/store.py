@@ -413,6 +413,12 @@ class BlockStore:
         finally:
             self._is_visiting = False
 
+    @contextmanager
+    def holding(self) -> Iterator[Transfers]:
+        """The tiers and what they hold, while nobody else changes them; for `tierstore.below`."""
+        with self._changing():
+            yield self._moves
+
     def tokens_of(self, segments: Ids, blocks: Ids) -> Ids:
         """Which tokens of its segment each of ``blocks[i, :]`` holds, int32 [S, n, tokens]."""
         with self._lock:

@@ -144,6 +144,12 @@ class Transfers:
                     break
                 handles, rows = handles[~here], rows[~here]
 
+    def use_below(self, level: int, handles: Ids) -> None:
+        """Blocks were used where they are, in a tier below the top."""
+        self.metrics.tiers[level].hits += len(handles)
+        if level < self.backing:
+            self._touch(level, handles)
+
     def _touch(self, level: int, handles: Ids) -> None:
         """Tell a tier's policy that blocks there were used."""
         row_ptr = np.array([0, len(handles)], np.int64)
@@ -167,7 +173,7 @@ class Transfers:
             handles, slots, valid,
         )  # fmt: skip
         if misses < 0:
-            raise PolicyError(_bad_selection(selection, -1 - misses))
+            raise PolicyError(bad_selection(selection, -1 - misses))
         return handles, slots, valid, misses
 
     def worth_fetching(
@@ -399,7 +405,8 @@ def check_chain(
         )
 
 
-def _bad_selection(selection: Selection, position: int) -> str:
+def bad_selection(selection: Selection, position: int) -> str:
+    """What is wrong with a selection at a position, or behind it with its row pointers."""
     if position == len(selection.ids):
         return (
             f"row pointers {selection.row_ptr.tolist()[:8]}... of a selection: expected one more "

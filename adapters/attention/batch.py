@@ -15,10 +15,13 @@ from tierstore.adapters.attention.capacity import (
     reserve_backing,
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
+from tierstore.adapters.attention.places import Places
 from tierstore.adapters.attention.planning import live_plan
 from tierstore.arrays import as_array
+from tierstore.below import can_stay
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
+from tierstore.kernels.element import to_tensor
 from tierstore.placement import assign_homes
 from tierstore.policies import LRU
 from tierstore.policies.profile import ReuseProfile
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Selection, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
     from tierstore.policies.profile import Amounts
@@ -97,6 +100,7 @@ class Batch:
         self._most_residents = 0
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
+        self._places: Places | None = None
         self._lse: Array = np.empty((0, 0), np.float32)
         self._weights: Array = np.empty((0, 0, 0), np.float32)
 
@@ -295,6 +299,12 @@ class Batch:
             self.rules.hysteresis.after_step((fetched - self._fetched) * size)
         self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
+        if self._places is None and self.rules.attend_where != "fetch" and can_stay(self.store):
+            share = float(self.budgets().sum()) * self._shape.tokens / float(self.tokens.sum())
+            self._places = Places(
+                self.rules, self.store, self._shape, self._scratch, self.scale, self.plan,
+                len(self.tokens), min(1.0, share),
+            )  # fmt: skip
 
     def _recalibrate(self) -> None:
         """Once enough steps were counted, share the windows out by what they selected."""
@@ -319,24 +329,49 @@ class Batch:
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
-        partial: torch.Tensor | None = None
+        selection, merged = self._attend_below(number, query, selection, out)
+        starts = merged is None
         delta = self.rules.hysteresis.delta
         visits = self.store.visit(selection, layer.segments, hysteresis=delta)
         for i, visit in enumerate(visits):
             if visit.is_whole and self.rules.attends_residents:
                 visit = self.store.residents(layer.segments)
-            elif not visit.is_whole and partial is None:
-                partial = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-            self._attend(layer, query, visit, out if partial is None else partial, merge=i > 0)
-            self._note(number, visit, is_first=i == 0)
-        if partial is not None:
-            out.copy_(partial)
+            elif not visit.is_whole and merged is None:
+                merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+            is_first = starts and i == 0
+            target = out if merged is None else merged
+            self._attend(layer, query, visit, target, merge=not is_first, strips=i == 0)
+            self._note(number, visit, is_first=is_first)
+        if merged is not None:
+            out.copy_(merged)
+
+    def _attend_below(
+        self, number: int, query: Array, selection: Selection, out: torch.Tensor
+    ) -> tuple[Selection, torch.Tensor | None]:
+        """Attend to blocks where they lie; what is left to attend to, and the result in float32."""
+        if self._places is None:
+            return selection, None
+        result = self._device_scratch.array("attended", tuple(out.shape), np.float32)
+        visit, others = self._places.attend(
+            number, self.layers[number].segments, query, selection, result, self._lse
+        )
+        if visit is None:
+            return selection, None
+        self._note(number, visit, is_first=True)
+        return others, to_tensor(result)
 
     def _attend(
-        self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool
+        self,
+        layer: Layer,
+        query: Array,
+        visit: Visit,
+        out: torch.Tensor,
+        *,
+        merge: bool,
+        strips: bool = True,
     ) -> None:
-        """Blocks of a visit, and at the first visit the strips."""
-        strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
+        """Blocks of a visit, and the strips with the first one of the top tier."""
+        strip = layer.strip_length if strips else np.zeros_like(layer.strip_length)
         kernels.attend_blocks(
             query, self._pool(), self._shape, visit.row_ptr, visit.slots, visit.valid,
             layer.strip_key, layer.strip_value, strip, self.scale,
@@ -384,6 +419,7 @@ class Batch:
         self.tokens = self.tokens[list(sources)]
         if self._profile is not None:
             self._profile.restart()
+        self._places = None
         if self._is_fitted:
             self._fit_tiers(0)
 

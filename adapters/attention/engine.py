@@ -12,11 +12,13 @@ import torch
 from tierstore import kernels
 from tierstore.adapters.attention.batch import Batch
 from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
-from tierstore.adapters.attention.planning import check_planning, plan_for, window_for
+from tierstore.adapters.attention.places import check_where
+from tierstore.adapters.attention.planning import check_planning, plan_for, tuned, window_for
 from tierstore.adapters.attention.report import Report, TierReport
 from tierstore.adapters.attention.rules import Rules, filter_for
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
+from tierstore.hardware import PRESETS
 from tierstore.layout import BlockLayout
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import parse_budget
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.attention.rules import SelectionListener
+    from tierstore.hardware import Hardware
     from tierstore.policies.plan import Plan
     from tierstore.store import BlockStore
 
@@ -61,11 +64,17 @@ class SparseAttention:
         as ``"512KiB"``, which the nats then follow. What is not fetched is not attended; everything
         in the fast tier is. 0 fetches all; the preset's by default.
     plan: how the window, and perhaps the budget, is shared out between layers and heads: a `Plan`,
-        or the file of one. Alike by default. Its mean window is then the `window`.
+        or the file of one. Alike by default. Its mean window is then the `window`. What it says of
+        the index's clusters replaces the preset's number.
     recalibrate: make the windows' plan anew once, after so many steps, from what they selected; 64
         to 100 are enough. A quarter as many before them only warm up.
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
+    attend_where: what happens to a selected block that is not in the fast tier: ``"fetch"`` brings
+        it there; ``"in-tier"`` attends to it where it lies, if that is memory, and merges;
+        ``"auto"`` does for each head and step what costs less.
+    hardware: rates of the machine for ``"auto"``, as tierstore roofline measures them; those of the
+        reference machine by default.
     record: remember which tokens each step attends to, for `attended`.
     on_selection: is called with what each step selects in each layer, as
         ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
@@ -93,13 +102,16 @@ class SparseAttention:
         plan: Plan | str | Path | None = None,
         recalibrate: int | None = None,
         tiers: TierFactory | None = None,
+        attend_where: str = "fetch",
+        hardware: Hardware | None = None,
         record: bool = False,
         on_selection: SelectionListener | None = None,
     ) -> None:
-        system = preset_named(preset)
+        given = None if plan is None else plan_for(plan, geometry)
+        system = tuned(preset_named(preset), given)
         amount = parse_budget(system.budget if budget is None else budget)
         filter_ = filter_for(hysteresis, system, geometry)
-        given = None if plan is None else plan_for(plan, geometry)
+        check_where(attend_where, recalibrate)
         window = window_for(
             window,
             given,
@@ -118,8 +130,9 @@ class SparseAttention:
         self._close_stack = weakref.finalize(self, stack.close)
         check_planning(window, given, recalibrate)
         self._rules = Rules(
-            geometry, system, amount, window, filter_, given, recalibrate, record, on_selection
-        )
+            geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
+            attend_where, hardware or PRESETS["reference"],
+        )  # fmt: skip
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False

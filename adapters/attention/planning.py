@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.errors import ConfigError
+from tierstore.indexers import HierarchicalIndex
 from tierstore.policies.plan import Plan
 from tierstore.policies.windows import WINDOWS, allocate_windows
 from tierstore.sizes import MOST, check_window
@@ -16,6 +19,7 @@ from tierstore.sizes import MOST, check_window
 if TYPE_CHECKING:
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.attention.rules import Rules
+    from tierstore.adapters.presets import Preset
     from tierstore.interfaces import Ids
     from tierstore.policies.profile import Amounts, ReuseProfile
 
@@ -26,6 +30,17 @@ def plan_for(plan: Plan | str | Path, geometry: Geometry) -> Plan:
         plan = Plan.load(plan)
     plan.check_model(geometry.layers, geometry.kv_heads, geometry.query_heads, geometry.head_dim)
     return plan
+
+
+def tuned(preset: Preset, plan: Plan | None) -> Preset:
+    """The preset with what a plan says of its index, if that is one of clusters."""
+    settings = None if plan is None else plan.tuning
+    if settings is None or settings.tokens_per_centroid is None:
+        return preset
+    if preset.index is not HierarchicalIndex:
+        return preset
+    index = partial(HierarchicalIndex, tokens_per_centroid=settings.tokens_per_centroid)
+    return replace(preset, index=index)
 
 
 def window_for(
@@ -78,7 +93,8 @@ def live_plan(
     facts = {} if old is None else dict(old.facts)
     facts |= {"recalibrated_after": profile.steps}
     sizes = rules.geometry.query_heads, rules.geometry.head_dim
-    return Plan(windows.reshape(shape), *sizes, shares, misses, facts)
+    others = (None, None) if old is None else (old.pinned, old.tuning)
+    return Plan(windows.reshape(shape), *sizes, shares, misses, facts, *others)
 
 
 def check_planning(window: float | None, plan: Plan | None, recalibrate: int | None) -> None:

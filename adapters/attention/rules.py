@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.errors import ConfigError
+from tierstore.hardware import PRESETS
 from tierstore.hysteresis import Hysteresis
 from tierstore.indexers import IndexShape
 from tierstore.memory import unlimited
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
+    from tierstore.hardware import Hardware
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
 
@@ -54,6 +56,8 @@ class Rules(NamedTuple):
     recalibrate: int | None
     record: bool
     on_selection: SelectionListener | None = None
+    attend_where: str = "fetch"
+    hardware: Hardware = PRESETS["reference"]
 
     @property
     def attends_residents(self) -> bool:

@@ -16,7 +16,7 @@ import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, NoReturn
 
-from tierstore.adapters.cli import capture, generate, plan, store, trace
+from tierstore.adapters.cli import capture, generate, plan, profile, roofline, store, trace
 from tierstore.errors import ConfigError, TierstoreError
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_command(subparsers)
     store.add_command(subparsers)
     plan.add_command(subparsers)
+    roofline.add_command(subparsers)
+    profile.add_command(subparsers)
     trace.add_command(subparsers)
     capture.add_command(subparsers)
     for point in sorted(metadata.entry_points(group=_COMMANDS), key=lambda point: point.name):

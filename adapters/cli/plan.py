@@ -1,10 +1,11 @@
-"""``tierstore plan``: share the fast tier out between the layers and heads of a model."""
+"""``tierstore plan``: what a model needs on a machine, and plans of one model's fast tier."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
+from tierstore.adapters.cli import prediction
 from tierstore.errors import ConfigError
 from tierstore.sizes import check_window, parse_budget
 from tierstore.whole_file import check_target, unwritable
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.cli import Subparsers
 
+_PLAN = """
+Predict what each system needs and how fast it decodes, from the rates of a machine, and what to
+choose. The actions share the fast tier out between the layers and heads of a model.
+"""
+
 _MAKE = """
 Make a plan from attention traces of one model, which tierstore trace record writes: windows so that
 as little as possible is fetched, at the same total. tierstore generate takes it as --plan.
@@ -22,9 +28,12 @@ as little as possible is fetched, at the same total. tierstore generate takes it
 
 def add_command(subparsers: Subparsers) -> None:
     """Add ``plan`` to the `tierstore` command."""
-    summary = "share the fast tier out between layers and heads"
-    parser = subparsers.add_parser("plan", help=summary, description=summary.capitalize() + ".")
-    actions = parser.add_subparsers(title="actions", metavar="action", required=True)
+    parser = subparsers.add_parser(
+        "plan", help="predict memory and speed; share the fast tier out", description=_PLAN
+    )
+    parser.set_defaults(run=prediction.run)
+    prediction.add_options(parser)
+    actions = parser.add_subparsers(title="actions", metavar="action")
     make = actions.add_parser("make", help="make a plan from traces", description=_MAKE)
     make.set_defaults(run=_make)
     make.add_argument("plan", metavar="PLAN", help="file to write")
@@ -49,7 +58,17 @@ def add_command(subparsers: Subparsers) -> None:
     show.add_argument("--plot", metavar="FILE", help="draw it to a file, such as plan.png")
 
 
+def _check_alone(options: argparse.Namespace) -> None:
+    """ConfigError where an action is given what only a prediction takes."""
+    given = [name for name in prediction.OPTIONS if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: only tierstore plan without an action takes that; leave it out"
+        )
+
+
 def _make(options: argparse.Namespace) -> None:
+    _check_alone(options)
     budget = None if options.budget is None else parse_budget(options.budget)
     check_target(options.plan, "plan")
     check_window(options.window)
@@ -75,6 +94,7 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    _check_alone(options)
     from tierstore.adapters.cli.plan_picture import draw, table
     from tierstore.policies.plan import Plan
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.policies.plan import Plan
+from tierstore.policies.plan import Plan, Tuning
 from tierstore.policies.windows import WINDOWS
 
 PLAN = Plan(
@@ -22,6 +22,8 @@ PLAN = Plan(
     np.array([[0.5, 1.0, 1.25], [0.75, 1.5, 1.0]]),
     np.linspace(2, 0, 6 * len(WINDOWS)).reshape(2, 3, -1),
     {"model": "tiny", "documents": ["ä.txt"]},
+    np.array([[0.0, 1.0, 2.0], [3.0, 0.5, 0.25]]),
+    Tuning(12.0, 4),
 )
 
 
@@ -36,6 +38,27 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_file_of_version_1_is_read_without_what_came_later(tmp_path: Path) -> None:
+    content = PLAN.to_dict() | {"version": 1}
+    del content["pinned"], content["tuning"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    plan = Plan.load(tmp_path / "plan.json")
+    np.testing.assert_array_equal(plan.windows, PLAN.windows)
+    assert plan.pinned is None
+    assert plan.tuning is None
+
+
+def test_the_plan_in_the_documents_is_read() -> None:
+    plan = Plan.load(Path(__file__).parents[2] / "docs" / "results" / "smollm2.plan.json")
+    assert plan.windows.shape == (30, 3)
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for settings in ({"tokens_per_centroid": 0.0}, {"micro_batch": -1}):
+        with pytest.raises(ConfigError, match="plan: "):
+            Tuning(**settings)  # type: ignore[arg-type]
+
+
 def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         PLAN.save(tmp_path / "nowhere" / "plan.json")
@@ -46,10 +69,10 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"format": "other"}, "another kind"),
-        ({"version": 2}, "version 2: this tierstore reads version 1"),
+        ({"version": 3}, "version 3: this tierstore reads versions 1 and 2"),
         ({"version": None}, "version None"),
         ({"version": True}, "version True"),
-        ({"version": 1.0}, "version 1.0"),
+        ({"version": 2.0}, "version 2.0"),
         ({"query_heads": 10**300}, "query_heads=1000"),
         ({"facts": {"model": float("nan")}}, "NaN is no number"),
         ({"facts": {"model": [float("-inf")]}}, "-Infinity is no number"),
@@ -77,6 +100,14 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         ({"budgets": [[0.01, 1, 1], [1, 1, 1]]}, "none below"),
         ({"budgets": [[1, 1, 1], [1, 1, 1.5]]}, "expected at most 1"),
         ({"budgets": [[1.75, 1, 1], [0.5, 0.5, 0.5]]}, "smaller than"),
+        ({"pinned": [[1, 2, 3]]}, "pinned of shape"),
+        ({"pinned": [[1, 2, 3], [1, 2, -1]]}, "numbers >= 0"),
+        ({"tuning": [1]}, "tuning="),
+        ({"tuning": {"speed": 1}}, "expected tokens_per_centroid and micro_batch"),
+        ({"tuning": {"tokens_per_centroid": 0.5}}, "tokens_per_centroid=0.5"),
+        ({"tuning": {"tokens_per_centroid": True}}, "tokens_per_centroid=True"),
+        ({"tuning": {"micro_batch": 0}}, "micro_batch=0"),
+        ({"tuning": {"micro_batch": 2.0}}, "micro_batch=2.0"),
     ],
 )
 def test_what_is_no_plan_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""The rates of the machine at hand, each the median of runs that are long enough to time."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tierstore import kernels
+from tierstore.adapters.attention.geometry import Geometry
+from tierstore.adapters.planner.stages import LayerStages, Times
+from tierstore.adapters.presets import PRESETS
+from tierstore.aligned import aligned_rows
+from tierstore.ephemeral import PrivateDirectory
+from tierstore.errors import ConfigError
+from tierstore.hardware import Hardware, Processor
+from tierstore.io import DIRECT, FileIO
+from tierstore.kernels.element import to_array
+from tierstore.layout import BlockLayout
+from tierstore.reads import Read, ReadPool
+from tierstore.tiers import DeviceTier, PinnedTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Say = Callable[[str], None]
+
+READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+FILE_BYTES = 256 << 20
+_READ_BYTES = 64 << 20
+_MEMORY_BYTES = 512 << 20
+_MATRIX = 1536
+_RUNS = 5
+_LEAST_SECONDS = 0.05
+
+GEOMETRY = Geometry(1, 32, 8, 128, torch.bfloat16, torch.device("cpu"))
+"""A layer of Llama-3-8B."""
+
+_BLOCK_TOKENS = 4
+_CACHED_BLOCKS = 2048
+_LINK_BLOCKS = 1 << 16
+_MOVED_BLOCKS = 1 << 14
+
+
+def measure(disk: str | Path, say: Say) -> Hardware:
+    """This machine; `disk` is a directory of the disk to measure. Some ten seconds.
+
+    ConfigError where no file can be written there.
+    """
+    say("matrix products")
+    matmul = matmul_rate(torch.bfloat16)
+    say("memory")
+    memory = memory_rate()
+    say("attention")
+    vector = attention_rate()
+    say("stages")
+    launch, judge = stage_costs()
+    say("blocks into the fast tier")
+    link = link_rate()
+    say("disk")
+    reads = tuple(disk_rates(disk).items())
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = Processor(matmul, vector, memory, size, launch)
+    return Hardware(
+        "here", cores, cores, link, reads, judge, True,
+        f"measured with {torch.get_num_threads()} threads",
+    )  # fmt: skip
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a product of square matrices."""
+    left, right = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
+    return 2.0 * _MATRIX**3 / seconds_of(lambda: left @ right)
+
+
+def memory_rate() -> float:
+    """Bytes/s of reading far more than any cache holds."""
+    numbers = torch.ones(_MEMORY_BYTES // 4)
+    return _MEMORY_BYTES / seconds_of(numbers.sum)
+
+
+def attention_rate() -> float:
+    """FLOP/s of attention over blocks that are in a cache, with 4 queries for each key."""
+    rows, group, dim = GEOMETRY.kv_heads, GEOMETRY.group, GEOMETRY.head_dim
+    shape = kernels.BlockShape(_BLOCK_TOKENS, dim, dim, _BLOCK_TOKENS * dim)
+    pool = _elements(_CACHED_BLOCKS, 2 * _BLOCK_TOKENS * dim)
+    each = _CACHED_BLOCKS // rows
+    row_ptr = np.arange(rows + 1, dtype=np.int64) * each
+    slots = np.random.default_rng(0).permutation(_CACHED_BLOCKS).astype(np.int32)
+    valid = np.full(_CACHED_BLOCKS, _BLOCK_TOKENS, np.uint8)
+    strips = to_array(torch.zeros(rows, 0, dim, dtype=GEOMETRY.dtype))
+    query = to_array(torch.randn(rows, group, dim).to(GEOMETRY.dtype))
+    out, lse = np.empty((rows, group, dim), np.float32), np.empty((rows, group), np.float32)
+    weights = np.empty((rows, group, each * _BLOCK_TOKENS), np.float32)
+
+    def attend() -> None:
+        kernels.attend_blocks(
+            query, pool, shape, row_ptr, slots, valid, strips, strips, np.zeros(rows, np.int32),
+            dim**-0.5, out, lse, weights,
+        )  # fmt: skip
+
+    seconds = seconds_of(attend)
+    return 4.0 * _CACHED_BLOCKS * _BLOCK_TOKENS * group * dim / seconds
+
+
+def link_rate() -> float:
+    """Bytes/s of scattered blocks from the DRAM tier into slots of the fast tier."""
+    layout = BlockLayout.kv(_BLOCK_TOKENS, GEOMETRY.head_dim, GEOMETRY.dtype)
+    limit = (_LINK_BLOCKS + 1) * layout.block_bytes
+    host = PinnedTier(layout, limit)
+    fast = DeviceTier(layout, limit, device=GEOMETRY.device)
+    try:
+        for tier in (host, fast):
+            tier.resize(_LINK_BLOCKS)
+            tier.view.fill(1)
+        random = np.random.default_rng(0)
+        source, target = (
+            random.permutation(_LINK_BLOCKS)[:_MOVED_BLOCKS].astype(np.int32) for _ in range(2)
+        )
+        seconds = seconds_of(lambda: host.read(source, fast.view, target).wait())
+        return _MOVED_BLOCKS * layout.block_bytes / seconds
+    finally:
+        host.close()
+        fast.close()
+
+
+def stage_costs() -> tuple[float, float]:
+    """Seconds that a stage takes beside its work, and seconds of judging for each block."""
+    small, large = (_resident_step(tokens) for tokens in (512, 16_384))
+    blocks = [GEOMETRY.kv_heads * tokens / 4 / _BLOCK_TOKENS for tokens in (512, 16_384)]
+    judge = (large.judge - small.judge) / (blocks[1] - blocks[0])
+    launch = statistics.fmean((small.select, small.judge, small.attend))
+    return launch, max(judge, 1e-10)
+
+
+def _resident_step(tokens: int) -> Times:
+    """A step that selects a quarter of the context, with all of it in the fast tier."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (GEOMETRY.kv_heads, tokens, GEOMETRY.head_dim)
+    key, value = (torch.randn(shape, generator=generator).to(GEOMETRY.dtype) for _ in range(2))
+    stages = LayerStages(
+        GEOMETRY, PRESETS["kvdrive"], key, value, None, budget=tokens // 4, window=4.0,
+        scale=GEOMETRY.head_dim**-0.5,
+    )  # fmt: skip
+    try:
+        queries = torch.randn(48, GEOMETRY.kv_heads, GEOMETRY.group, GEOMETRY.head_dim)
+        steps = [stages.step(query.to(GEOMETRY.dtype)) for query in queries]
+        return Times.median(steps[16:])
+    finally:
+        stages.close()
+
+
+def disk_rates(disk: str | Path) -> dict[int, float]:
+    """Bytes/s of random reads past the page cache, 32 at once, for each of `READ_SIZES`."""
+    directory = PrivateDirectory(disk)
+    try:
+        path = directory.path / "reads"
+        _write(path)
+        io = FileIO()
+        try:
+            fd = io.open(str(path), os.O_RDONLY | DIRECT)
+        except OSError:
+            # A file system without direct reads: at least not from the page cache.
+            fd = io.open(str(path), os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        pool = ReadPool(io)
+        try:
+            return {size: _disk_rate(pool, fd, size) for size in READ_SIZES}
+        finally:
+            pool.close()
+            io.close(fd)
+    finally:
+        directory.close()
+
+
+def _write(path: Path) -> None:
+    block = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
+    try:
+        with path.open("wb") as file:
+            for _ in range(FILE_BYTES >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"disk={str(path.parent)!r}: {FILE_BYTES >> 20} MiB cannot be written there "
+            f"({error.strerror}); choose another directory"
+        ) from error
+
+
+def _disk_rate(pool: ReadPool, fd: int, size: int) -> float:
+    count = min(_READ_BYTES // size, 4096)
+    buffers = aligned_rows(count, size)
+    random = np.random.default_rng(size)
+    rates = []
+    for _ in range(3):
+        places = random.permutation(FILE_BYTES // size)[:count]
+        requests = [
+            Read(fd, int(place) * size, buffer.data)
+            for place, buffer in zip(places, buffers, strict=True)
+        ]
+        start = time.perf_counter()
+        for outcome in pool.read(requests):
+            if outcome is not None:
+                raise outcome
+        rates.append(count * size / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Median seconds of a call, over runs of at least some tens of milliseconds."""
+    run()
+    start = time.perf_counter()
+    run()
+    calls = max(1, round(_LEAST_SECONDS / max(time.perf_counter() - start, 1e-9)))
+    found = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        found.append((time.perf_counter() - start) / calls)
+    return statistics.median(found)
+
+
+def _elements(count: int, width: int) -> np.ndarray:
+    return to_array(torch.randn(count, width).to(GEOMETRY.dtype))
