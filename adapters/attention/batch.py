@@ -1,14 +1,14 @@
-"""What exists while sequences are stored: block store, layers, work space; and a step's stages."""
+"""What exists while sequences are stored: block store, layers, work space."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from tierstore import kernels
-from tierstore.adapters.attention import attended, exact
+from tierstore.adapters.attention import exact
+from tierstore.adapters.attention.attending import Attending, nothing
 from tierstore.adapters.attention.capacity import (
     fit_middle_tiers,
     fit_top_tier,
@@ -16,6 +16,8 @@ from tierstore.adapters.attention.capacity import (
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.planning import live_plan
+from tierstore.adapters.attention.speculation import PreviousLayer, PreviousStep
+from tierstore.adapters.attention.stages import Stages
 from tierstore.arrays import as_array
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
@@ -23,10 +25,12 @@ from tierstore.placement import assign_homes
 from tierstore.policies import LRU
 from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
-from tierstore.store import BlockStore, Visit
+from tierstore.store import BlockStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from tierstore.adapters.attention.rules import Rules
     from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
+
+_SPECULATIVE = {"previous-layer": PreviousLayer, "previous-step": PreviousStep}
 
 
 class Batch:
@@ -59,7 +65,6 @@ class Batch:
         geometry, preset = rules.geometry, rules.preset
         self.rules, self.scale = rules, scale
         self.tokens: Pointers = np.zeros(sequences, np.int64)
-        self.attended: dict[int, list[list[int]]] = {}
         rows = geometry.layers * sequences * geometry.kv_heads
         blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
         policies: list[EvictionPolicy] = [LRU() for _ in tiers[1:]]
@@ -76,12 +81,6 @@ class Batch:
         self._device_scratch = (
             self._scratch if device_memory is self.store.memory else Scratch(device_memory)
         )
-        self._shape = kernels.BlockShape(
-            preset.block_tokens,
-            geometry.head_dim,
-            geometry.value_size,
-            preset.block_tokens * geometry.head_dim,
-        )
         index_shape = IndexShape(
             geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
             device_memory, self._device_scratch, self.store.memory, self._scratch,
@@ -97,8 +96,23 @@ class Batch:
         self._most_residents = 0
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
-        self._lse: Array = np.empty((0, 0), np.float32)
-        self._weights: Array = np.empty((0, 0, 0), np.float32)
+        self._attending = Attending(self.store, rules, scale, self._device_scratch)
+        kind = _SPECULATIVE.get(rules.schedule, Stages)
+        memories = device_memory, self.store.memory
+        self._stages = kind(self.store, rules, self._attending, self.layers, memories)
+
+    def settle(self) -> None:
+        """Return when nothing is under way any more; raise what went wrong with it."""
+        self._stages.settle()
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._stages.close()
+
+    @property
+    def attended(self) -> dict[int, list[list[int]]]:
+        """Tokens that each row of a layer attended to in its last step, if they are recorded."""
+        return self._attending.positions
 
     @property
     def index_bytes(self) -> int:
@@ -116,6 +130,7 @@ class Batch:
         valid: torch.Tensor | None,
     ) -> torch.Tensor:
         """Exact attention of new tokens [B, ., T, .] over past and themselves; then store them."""
+        self._begin_change()
         layer, new = self.layers[number], query.shape[2]
         starts = layer.is_empty
         if number == 0:
@@ -146,11 +161,17 @@ class Batch:
         self, number: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None
     ) -> None:
         """Store new tokens [B, ., T, .] without attending; `query`: the last ones', if known."""
+        self._begin_change()
         if number == 0:
             self.tokens = self.tokens + key.shape[2]
         for sequence in range(self.layers[number].sequences):
             last = None if query is None else query[sequence]
             self._store(number, sequence, last, key[sequence], value[sequence])
+
+    def _begin_change(self) -> None:
+        """Before what no step does."""
+        self._stages.settle()
+        self._stages.forget()
 
     def _staging(self) -> Bytes:
         shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
@@ -251,8 +272,10 @@ class Batch:
         key: torch.Tensor,
         value: torch.Tensor,
         valid: torch.Tensor | None,
+        next_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every sequence."""
+        self._stages.settle_updates()
         layer, geometry = self.layers[number], self.rules.geometry
         if number == 0:
             self._begin_step(valid)
@@ -261,19 +284,32 @@ class Batch:
             as_array(key.reshape(rows, -1)), as_array(value.reshape(rows, -1)), self._keep
         )
         out = query.new_empty((rows, geometry.group, geometry.value_size))
-        q = as_array(query.reshape(rows, geometry.group, geometry.head_dim))
+        q, guess = self._rows_of(query), None if next_query is None else self._rows_of(next_query)
         if self._has_blocks:
-            self._attend_blocks(number, q, out)
+            self._stages.attend(number, q, self._budgets, self._most_residents, out, guess)
         else:
-            self._take_work_space(layer, 0)
-            self._attend(layer, q, _nothing(rows), out, merge=False)
-            self._note(number, _nothing(rows), is_first=True)
-        for sequence in self._full:
+            self._attending.take_work_space(layer, 0)
+            self._attending.attend(layer, q, nothing(rows), as_array(out))
+            self._attending.note(number, layer, nothing(rows), is_first=True)
+        if self._full:
+            self._stages.update(number, partial(self._seal, number, self._full, key, value))
+        return out.view(layer.sequences, 1, geometry.query_heads, geometry.value_size)
+
+    def _rows_of(self, query: torch.Tensor) -> Array:
+        """Queries [B, Hq, 1, d] as [R, G, d]."""
+        geometry = self.rules.geometry
+        return as_array(query.reshape(-1, geometry.group, geometry.head_dim))
+
+    def _seal(
+        self, number: int, sequences: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Let tokens leave the strips of sequences for blocks. key, value: [B, ., 1, .]."""
+        layer = self.layers[number]
+        for sequence in sequences:
             sealed = layer.absorb(sequence, key[sequence, :, :0], value[sequence, :, :0])
             assert sealed is not None
             self._index(number, sealed, None)
             layer.store_tokens(sealed, None)
-        return out.view(layer.sequences, 1, geometry.query_heads, geometry.value_size)
 
     def _begin_step(self, valid: torch.Tensor | None) -> None:
         """What is the same in every layer of a step; the layers are in the same state."""
@@ -308,70 +344,11 @@ class Batch:
         )
         self._fit_tiers(0)
 
-    def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
-        """Attend to what the index selects, in one visit, or in several merged in float32."""
-        layer = self.layers[number]
-        beside = self._device_scratch.array("beside", query.shape[:2], np.float32)
-        kernels.weigh_strips(query, layer.strip_key, layer.strip_length, self.scale, beside)
-        selection = layer.index.select(query, self._budgets[number], beside)
-        if self.rules.on_selection is not None:
-            self.rules.on_selection(number, layer.blocks, selection)
-        longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
-        # A visit pins blocks, so the work space must be there before: taking it may move some.
-        self._take_work_space(layer, max(longest, self._most_residents))
-        partial: torch.Tensor | None = None
-        delta = self.rules.hysteresis.delta
-        visits = self.store.visit(selection, layer.segments, hysteresis=delta)
-        for i, visit in enumerate(visits):
-            if visit.is_whole and self.rules.attends_residents:
-                visit = self.store.residents(layer.segments)
-            elif not visit.is_whole and partial is None:
-                partial = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-            self._attend(layer, query, visit, out if partial is None else partial, merge=i > 0)
-            self._note(number, visit, is_first=i == 0)
-        if partial is not None:
-            out.copy_(partial)
-
-    def _attend(
-        self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool
-    ) -> None:
-        """Blocks of a visit, and at the first visit the strips."""
-        strip = np.zeros_like(layer.strip_length) if merge else layer.strip_length
-        kernels.attend_blocks(
-            query, self._pool(), self._shape, visit.row_ptr, visit.slots, visit.valid,
-            layer.strip_key, layer.strip_value, strip, self.scale,
-            as_array(out), self._lse, self._weights, merge=merge,
-        )  # fmt: skip
-
-    def _take_work_space(self, layer: Layer, blocks: int) -> None:
-        """Room for the weights of rows of so many blocks."""
-        rows, group = len(layer.segments), self.rules.geometry.group
-        width = blocks * self.rules.preset.block_tokens + layer.strip_room
-        if self._weights.shape[0] != rows or self._weights.shape[2] < width:
-            array = self._device_scratch.array
-            self._lse = array("lse", (rows, group), np.float32)
-            self._weights = array("weights", (rows, group, width), np.float32)
-
-    def _pool(self) -> Array:
-        """The top tier's slots as elements."""
-        view = self.store.tiers[0].view
-        return view.view(self.layers[0].strip_key.dtype)
-
-    def _note(self, number: int, visit: Visit, *, is_first: bool) -> None:
-        """Remember the token positions that each row of a layer attends to."""
-        if not self.rules.record:
-            return
-        layer, sinks = self.layers[number], self.rules.preset.sinks
-        if is_first:
-            self.attended[number] = attended.in_strips(layer, sinks)
-        in_blocks = attended.in_blocks(self.store, layer.segments, visit, sinks)
-        for row, positions in enumerate(in_blocks):
-            self.attended[number][row].extend(positions)
-
     # Rows
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every sequence."""
+        self._begin_change()
         for layer in self.layers:
             for sequence in range(layer.sequences):
                 layer.crop(sequence, tokens)
@@ -379,6 +356,7 @@ class Batch:
 
     def arrange(self, sources: Sequence[int]) -> None:
         """Let sequence i be what sequence ``sources[i]`` was."""
+        self._begin_change()
         for layer in self.layers:
             layer.arrange(sources)
         self.tokens = self.tokens[list(sources)]
@@ -386,8 +364,3 @@ class Batch:
             self._profile.restart()
         if self._is_fitted:
             self._fit_tiers(0)
-
-
-def _nothing(rows: int) -> Visit:
-    none: Ids = np.empty(0, np.int32)
-    return Visit(np.zeros(rows + 1, np.int64), none, none.astype(np.uint8), none, is_whole=True)
