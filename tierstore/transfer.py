@@ -143,7 +143,6 @@ class Transfers:
             here, found = self._found(level, left)
             if len(found):
                 yield _Source(level, found, rows[here])
-                self.metrics.tiers[level].hits += len(found)
                 if level < self.backing:
                     self._touch(level, left[here])
             left, rows = left[~here], rows[~here]
@@ -169,6 +168,7 @@ class Transfers:
         with lock:
             self._enter(0, fetch.handles, fetch.slots)
             for source in fetch.sources:
+                self.metrics.tiers[source.level].hits += len(source.slots)
                 self._count_read(source.level, len(source.slots))
             self.metrics.fetched += len(fetch.handles)
             self.metrics.tiers[0].bytes_written += len(fetch.handles) * self.layout.block_bytes

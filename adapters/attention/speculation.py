@@ -15,7 +15,7 @@ from tierstore.kernels.element import to_tensor
 from tierstore.pipeline import STAGES, perform, schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -78,6 +78,13 @@ class Speculative(Stages):
     def forget(self) -> None:
         super().forget()
         self._guesses.clear()
+
+    def update(self, number: int, call: Callable[[], None]) -> None:
+        if number in self._guesses:
+            # It knows nothing of the blocks that are about to come.
+            self._bring_in([number])
+            del self._guesses[number]
+        super().update(number, call)
 
     def _bring_in(self, layers: Sequence[int]) -> None:
         """Return when the guesses for these layers have come; after an error, all are forgotten."""
@@ -149,7 +156,7 @@ class PreviousLayer(Speculative):
         step = self._layer_step(number, query, budgets[number], most_residents)
         if number in self._guesses:
             self._bring_in([number])
-            step.adopt(self._guesses.pop(number).step.selections)
+            step.adopt(self._guesses.pop(number).step)
         else:
             self._select(step)
         if next_query is not None and number + 1 < len(self._layers):
@@ -177,6 +184,9 @@ class PreviousStep(Speculative):
     ) -> None:
         self._divide(number)
         step = self._layer_step(number, query, budgets[number], most_residents)
+        if self._grown_parts(step):
+            # Work space may have to come out of the slots, which blocks of a live visit prevent.
+            self._bring_in(list(self._guesses))
         guess = self._guesses.get(number)
         if guess is None:
             self._select(step)
@@ -186,8 +196,6 @@ class PreviousStep(Speculative):
             self._correct(step, guess, query)
         self._attend(step, out)
         later = self._layer_step(number, query, budgets[number], most_residents)
-        # Work space may have to grow, which the blocks of a live visit would keep it from.
-        self._bring_in(list(self._guesses) if self._grown_parts(later) else [])
         for other in self._guesses.values():
             other.run.wait_for("judge")
         self._select(later)
@@ -199,7 +207,7 @@ class PreviousStep(Speculative):
         likeness = torch.cosine_similarity(asked, guess.query, dim=-1).mean(-1)
         turned = (likeness < _SIMILAR).cpu().numpy()
         if not turned.any():
-            step.adopt(guess.step.selections)
+            step.adopt(guess.step)
             return
         self._select(step)
         step.selections = [

@@ -98,10 +98,13 @@ class Stages:
         self._divide(number)
         step = self._layer_step(number, query, budgets[number], most_residents)
         tasks, calls = self._tasks_of(step.number), self._calls(step, out)
+        if len(self._rows) > 1:
+            # Work space may have to come out of the slots, which blocks of a live visit prevent.
+            for part in self._grown_parts(step):
+                step.select_part(part)
+            step.take_work_space()
         try:
             if self.is_overlapped:
-                self._select_ahead(step)
-                step.take_work_space()
                 self._pipeline.start(tasks, calls).wait()
             else:
                 perform(tasks, calls, self._timeline)
@@ -111,7 +114,7 @@ class Stages:
     def _calls(self, step: LayerStep, out: torch.Tensor) -> dict[str, Callable[[Task], None]]:
         def select(task: Task) -> None:
             step.select(task)
-            if not self.is_overlapped and task.micro_batch == 0:
+            if len(self._rows) == 1:
                 step.take_work_space()
 
         def compute(_: Task) -> None:
@@ -123,14 +126,6 @@ class Stages:
     def is_overlapped(self) -> bool:
         """Whether stages of several micro-batches run at once."""
         return len(self._rows) > 1 and self._rules.schedule == "sfc"
-
-    def _select_ahead(self, step: LayerStep) -> None:
-        """Select now where the index needs more work space, which may come out of the slots.
-
-        Blocks of a live visit would be in the way.
-        """
-        for part in self._grown_parts(step):
-            step.select_part(part)
 
     def _grown_parts(self, step: LayerStep) -> list[int]:
         """Micro-batches that were never selected with so large an index, or so much."""

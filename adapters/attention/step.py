@@ -49,8 +49,8 @@ class LayerStep:
     ) -> None:
         self.layer, self.number, self.rows = layer, number, rows
         self.selections: list[Selection | None] = [None] * len(rows)
-        self.is_news = True
-        """Whether the policy has yet to hear of the selections."""
+        self.is_news = [True] * len(rows)
+        """Whether the policy has yet to hear of each selection."""
         self._store, self._rules, self._attending = store, rules, attending
         self.budgets = budgets
         self._parts, self._query = parts, query
@@ -76,9 +76,9 @@ class LayerStep:
         if self._rules.on_selection is not None:
             self._rules.on_selection(self.number, layer.blocks, selection)
 
-    def adopt(self, selections: list[Selection | None]) -> None:
-        """Take over what was selected, and judged, before."""
-        self.selections, self.is_news = selections, False
+    def adopt(self, guess: LayerStep) -> None:
+        """Take over what another step selected and, as far as it fitted, fetched."""
+        self.selections, self.is_news = guess.selections, guess.is_news
 
     def take_work_space(self) -> None:
         """For the attention to everything selected, or to what the budgets allow."""
@@ -98,7 +98,7 @@ class LayerStep:
             selection,
             self.layer.segments[rows],
             hysteresis=self._rules.hysteresis.delta,
-            is_news=self.is_news,
+            is_news=self.is_news[task.micro_batch],
         )
 
     def fetch(self, task: Task) -> None:
@@ -107,6 +107,7 @@ class LayerStep:
         assert pending is not None
         if pending.is_whole:
             self._visits[task.micro_batch] = pending.fetch()
+            self.is_news[task.micro_batch] = False
 
     def compute(self, out: torch.Tensor) -> None:
         """Attend with all rows, and then in turn to what does not fit the top tier at once."""
