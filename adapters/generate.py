@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.report import Report
     from tierstore.adapters.transformers import TierCache
     from tierstore.policies.plan import Plan
+    from tierstore.timeline import Timeline
 
 _WARM_UP_TOKENS = 256
 
@@ -42,6 +43,7 @@ class TierOptions:
     hysteresis: float | str | None = None
     plan: Plan | str | Path | None = None
     recalibrate: int | None = None
+    timeline: Timeline | None = None
 
     def attach(self, model: PreTrainedModel) -> TierCache:
         """Attach `model` with these options."""
@@ -60,6 +62,7 @@ class TierOptions:
             hysteresis=self.hysteresis,
             plan=self.plan,
             recalibrate=self.recalibrate,
+            timeline=self.timeline,
         )
 
 
@@ -325,7 +328,7 @@ def _forced(
 def _warm_up(model: PreTrainedModel, prompt: Sequence[int], tiers: TierOptions) -> None:
     """Pay once for what neither run shall be charged with; wrong options fail here already."""
     short = prompt[:_WARM_UP_TOKENS]
-    with replace(tiers, keep=False).attach(model) as cache:
+    with replace(tiers, keep=False, timeline=None).attach(model) as cache:
         list(islice(_steps(model, short, cache.kwargs, "warm-up", SILENCE), 3))
     list(islice(_steps(model, short, own_cache(model), "warm-up", SILENCE), 3))
 

@@ -69,6 +69,10 @@ class Columns:
         """Places that each row has room for."""
         return self._places[kind]
 
+    def part(self, rows: slice) -> Columns:
+        """Some of the rows, to look at."""
+        return _ColumnsOfRows(self, rows)
+
     def reserve(self, rows: int = 0, **places: int) -> None:
         """Have room for so many rows and, in each, for ``unit=``, ``page=`` and ``block=``."""
         grown = rows > self._rows
@@ -124,3 +128,20 @@ class Columns:
         array[...] = content
         memory.give(self._arrays[name])
         self._arrays[name] = array
+
+
+class _ColumnsOfRows(Columns):
+    """What other columns have for some rows, also when they grow."""
+
+    def __init__(self, whole: Columns, rows: slice) -> None:
+        self._whole, self._chosen = whole, rows
+
+    def __getitem__(self, name: str) -> Array:
+        return self._whole[name][self._chosen]
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes
+
+    def places(self, kind: str) -> int:
+        return self._whole.places(kind)

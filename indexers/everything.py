@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from tierstore.indexers.scoring import IndexShape
     from tierstore.kernels.element import Array
+    from tierstore.scratch import Scratch
 
 
 class Everything(Index):
@@ -37,6 +39,15 @@ class Everything(Index):
         self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext
     ) -> None:
         self._blocks[rows] += keys.shape[1] // self.shape.block_tokens
+
+    @property
+    def least(self) -> int:
+        return int(self._blocks.max(initial=0))
+
+    def part(self, rows: slice, scratch: Scratch, table_scratch: Scratch) -> Self:
+        part = copy.copy(self)
+        part._blocks = self._blocks[rows]
+        return part
 
     def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         row_ptr: Pointers = np.concatenate([[0], np.cumsum(self._blocks)]).astype(np.int64)

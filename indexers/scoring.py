@@ -7,8 +7,9 @@ the rest is shared: growth, scoring, selection, state.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -246,6 +247,14 @@ class ScoringIndex(Index):
         costs = np.stack([np.bincount(row, minlength=units) for row in unit_of])
         self.data["costs"][rows, new_units] = costs
         self.data["starts"][rows, new_units] = np.cumsum(costs, axis=1) - costs + have_pages
+
+    def part(self, rows: slice, scratch: Scratch, table_scratch: Scratch) -> Self:
+        part = copy.copy(self)
+        part.shape = replace(self.shape, scratch=scratch, table_scratch=table_scratch)
+        part.segments = self.segments[rows]
+        part._scratch = table_scratch
+        part.data = self.data.part(rows)
+        return part
 
     def select(self, query: Array, budgets: Ids, beside: Array | None = None) -> Selection:
         unit_scores = self._unit_scores(query, beside)

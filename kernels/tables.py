@@ -251,18 +251,18 @@ def copy_rows(source, source_rows, target, target_rows, start, stop):
 
 
 @njit
-def eligible(residents, row_ptr, leases, last_used, step, out, able):
-    """Which residents may leave (not leased, not used by step `step`), and how many of each row."""
+def eligible(residents, row_ptr, leases, last_used, since, out, able):
+    """Which residents may leave (not leased, not used since that step), and how many of a row."""
     for row in range(able.shape[0]):
         able[row] = 0
         for i in range(row_ptr[row], row_ptr[row + 1]):
-            out[i] = leases[residents[i]] == 0 and last_used[residents[i]] != step
+            out[i] = leases[residents[i]] == 0 and last_used[residents[i]] < since
             able[row] += out[i]
 
 
 @njit
 def first_bad_victim(
-    victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, step
+    victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, since
 ):
     """Position of the first victim that may not leave, or -1; stamps them, so a repeat is bad."""
     for i in range(victims.shape[0]):
@@ -271,9 +271,9 @@ def first_bad_victim(
             return i
         if domain_of[owner_segment[handle // CHUNK]] != expected_domains[i]:
             return i
-        if leases[handle] != 0 or last_used[handle] == step:
+        if leases[handle] != 0 or last_used[handle] >= since:
             return i
-        last_used[handle] = step
+        last_used[handle] = since
     return -1
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
     from tierstore.memory import Memory
+    from tierstore.scratch import Scratch
 
 Ids = npt.NDArray[np.int32]
 Pointers = npt.NDArray[np.int64]
@@ -340,6 +341,15 @@ class Index(ABC):
         that are attended in any case and are no part of a block; None for no such tokens. A score
         is a part of the attention to all tokens. The answer is valid until the next call.
         """
+
+    def part(self, rows: slice, scratch: Scratch, table_scratch: Scratch) -> Index | None:
+        """An index that selects for some rows only, and knows of them what this one does.
+
+        It is asked only to `select`, with arrays of its rows, and is of no use after `add_rows` or
+        `arrange_rows`. It works in the scratch memory given, that of the device and that of the
+        host, which may be the same. None, the default: the index selects for all rows at once.
+        """
+        return None
 
     @abstractmethod
     def truncate(self, rows: slice, blocks: int) -> None:

@@ -10,50 +10,36 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
 from tierstore.errors import CapacityError, ConfigError, TierstoreError
-from tierstore.interfaces import Access, Bytes, Ids, Pointers, Selection
 from tierstore.kernels import tables
 from tierstore.memory import Memory, unlimited
 from tierstore.metrics import StoreMetrics
 from tierstore.sizes import format_size
 from tierstore.transfer import Transfers, check_chain
+from tierstore.visits import PendingVisit, Visit, Visits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from tierstore.directory import Column
-    from tierstore.interfaces import EvictionPolicy, Tier
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Selection, Tier
     from tierstore.layout import BlockLayout
+    from tierstore.timeline import Timeline
 
 _ONE_DOMAIN: Ids = np.zeros(1, np.int32)
-
-
-@dataclass(slots=True)
-class Visit:
-    """Blocks that are in the top tier while the visit lasts.
-
-    row_ptr, slots, valid, handles: row r has top-tier slots ``slots[row_ptr[r]:row_ptr[r + 1]]``,
-    so many valid tokens in each, and these handles. is_whole: it is all of the selection.
-    """
-
-    row_ptr: Pointers
-    slots: Ids
-    valid: Bytes
-    handles: Ids
-    is_whole: bool = True
 
 
 class BlockStore:
     """Segments of blocks over a chain of one to many tiers.
 
-    Methods may be called from several threads; they run one after the other. While the caller is in
-    a visit, it may only look: `residents`, `read` and `lease`. All else is a ConfigError.
+    Methods may be called from several threads. Visits of several threads overlap unless they share
+    a domain; what moves blocks otherwise waits until there is none. While the caller is in a visit,
+    it may only look: `residents`, `read` and `lease`. All else is a ConfigError.
 
     Parameters
     ----------
@@ -81,7 +67,7 @@ class BlockStore:
         self._lock = threading.RLock()
         self._moves = Transfers(layout, tiers, policies, self.space, self.metrics)
         self._tokens: Column | None = None
-        self._is_visiting = False
+        self._visits = Visits(self._moves, self._lock)
         self.space.reserve(segments, blocks_each)
         for level, tier in enumerate(self.tiers):
             if tier.memory is not None:
@@ -91,6 +77,15 @@ class BlockStore:
     def backing(self) -> int:
         """Number of the tier that holds everything."""
         return len(self.tiers) - 1
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What notes when tiers move selected blocks; None for nothing."""
+        return self._moves.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._moves.timeline = timeline
 
     def close(self) -> None:
         """Close every tier. A second call does nothing."""
@@ -264,7 +259,7 @@ class BlockStore:
             slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
             least = int(np.count_nonzero(residency.quota)) if level < self.backing else 0
             is_full = level == self.backing and len(residency.above(slots)) > 0
-            if slots >= least and not is_full and not self._is_visiting:
+            if slots >= least and not is_full and not self._visits:
                 self.resize(level, slots)
 
         return shrink
@@ -273,8 +268,7 @@ class BlockStore:
     def _changing(self) -> Iterator[None]:
         """The lock, for calls that may move blocks."""
         with self._lock:
-            if self._is_visiting:
-                raise ConfigError("the caller is in a visit: finish or close it first")
+            self._visits.wait_for_none()
             yield
 
     # Writing
@@ -381,37 +375,31 @@ class BlockStore:
             unless its score is at least so much above the lowest score selected in its row. 0
             fetches all, and so does a row whose domain holds fewer blocks than the row selects.
         """
-        with self._changing():
-            moves, top = self._moves, self._moves.residency[0]
-            handles, slots, valid, misses = moves.judge(selection, segments)
-            access = Access(
-                selection.row_ptr, handles, selection.scores, moves.step, selection.everything
-            )
-            if self.backing > 0:
-                moves.tell(0, "on_access", access)
-            row_ptr = selection.row_ptr
-            if misses and hysteresis > 0:
-                row_ptr, kept = moves.worth_fetching(selection, segments, slots, hysteresis)
-                misses -= len(handles) - len(kept)
-                handles, slots, valid = handles[kept], slots[kept], valid[kept]
-            if misses == 0:
-                self.metrics.tiers[0].hits += len(handles)
-                yield from self._hold(Visit(row_ptr, slots, valid, handles))
-                return
-            for part_ptr, chosen in moves.passes(row_ptr, handles, slots):
-                part = handles if chosen is None else handles[chosen]
-                moves.fetch(part, access)
-                counts = valid if chosen is None else valid[chosen]
-                at = top.slot_of.array[part]
-                yield from self._hold(Visit(part_ptr, at, counts, part, chosen is None))
+        with self._lock:
+            self._visits.refuse_own()
+        with self.judge(selection, segments, hysteresis=hysteresis) as pending:
+            yield from pending.visits()
 
-    def _hold(self, visit: Visit) -> Iterator[Visit]:
-        """Let nothing change while the caller uses a visit."""
-        self._is_visiting = True
-        try:
-            yield visit
-        finally:
-            self._is_visiting = False
+    def judge(
+        self,
+        selection: Selection,
+        segments: Ids,
+        *,
+        hysteresis: float = 0.0,
+        is_news: bool = True,
+    ) -> PendingVisit:
+        """The first half of `visit`: hits and misses, the policy's victims, slots for the misses.
+
+        Fetching, in any thread, is the second half; `PendingVisit.release` ends the visit. A thread
+        may have several, each of other domains of the top tier; where another thread has one of the
+        domains, this waits.
+
+        is_news: False for a selection that the policy was told of before; then neither it nor the
+            hits are counted again.
+
+        Errors as of `visit`; ConfigError if a visit of this thread has one of the domains.
+        """
+        return self._visits.judge(selection, segments, hysteresis, is_news=is_news)
 
     @contextmanager
     def holding(self) -> Iterator[Transfers]:
@@ -461,6 +449,7 @@ class BlockStore:
     def lease(self, segments: Ids, blocks: Ids) -> Iterator[None]:
         """Hold ``blocks[i, :]`` of ``segments[i]`` wherever they are until the context ends."""
         with self._lock:
+            self._visits.wait_for_others()
             handles = self._handles(segments, blocks)
             np.add.at(self._moves.leases.array, handles, 1)
             self._moves.leased += len(handles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,39 @@ from tierstore.kernels import tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from tierstore.directory import HandleSpace
     from tierstore.interfaces import EvictionPolicy, Tier
     from tierstore.layout import BlockLayout
     from tierstore.metrics import StoreMetrics
+    from tierstore.timeline import Timeline
 
 _BATCHES = 64
 """A tier below the top makes room for 1/64 of its blocks at once: ranking costs O(blocks)."""
+
+
+class _Source(NamedTuple):
+    """Blocks that one tier will read: its slots, and the rows of the reader's array."""
+
+    level: int
+    slots: Ids
+    rows: Ids
+
+
+class Fetch(NamedTuple):
+    """Blocks on their way into reserved slots of the top tier, and where each comes from."""
+
+    handles: Ids
+    slots: Ids
+    sources: Sequence[_Source]
 
 
 class Transfers:
     """The tiers of a chain with what each holds; level 0 is the top, the last one is `backing`.
 
     Invariants: every block is in the backing tier; a block that is leased, or stamped with the
-    running step, is not evicted.
+    running step, is not evicted, nor from below the top tier one stamped since a live visit began.
     """
 
     def __init__(
@@ -46,6 +64,9 @@ class Transfers:
         self.metrics = metrics
         self.backing = len(tiers) - 1
         self.step = 0
+        self.visiting: list[int] = []
+        """The steps of live visits, rising."""
+        self.timeline: Timeline | None = None
         self.leased = 0
         """Leases held on blocks, counted once for each lease of each block."""
         self._space = space
@@ -102,47 +123,91 @@ class Transfers:
         self.write(level, handles[fits[:n]], data, rows[fits[:n]])
         return int(n)
 
-    def fetch(self, handles: Ids, access: Access) -> None:
-        """Bring those of `handles` that the top tier lacks there, each from the first that has it.
-
-        OSError of a tier: blocks may have left the top tier, none has come.
-        """
+    def reserve(self, handles: Ids, access: Access) -> Fetch:
+        """Room in the top tier for those of `handles` that it lacks, and where they are now."""
         top = self.residency[0]
         missing = handles[top.slot_of.array[handles] < 0]
         self.make_room(0, missing, access)
         slots = top.take_slots(len(missing))
         try:
-            self.read(missing, self.tiers[0].view, slots, first=1)
-        except (OSError, PolicyError):
+            sources = list(self._sources(missing, slots))
+        except PolicyError:
             top.return_slots(slots)
             raise
-        self._enter(0, missing, slots)
-        self.metrics.fetched += len(missing)
-        self.metrics.tiers[0].hits += len(handles) - len(missing)
-        self.metrics.tiers[0].bytes_written += len(missing) * self.layout.block_bytes
+        return Fetch(missing, slots, sources)
 
-    def read(self, handles: Ids, out: Bytes, rows: Ids | None = None, first: int = 0) -> None:
-        """Blocks into ``out[rows]``, each from the first tier that has it, from tier `first` on.
+    def _sources(self, missing: Ids, slots: Ids) -> Iterator[_Source]:
+        """The first tier below the top that has each block, for all blocks of a tier at once."""
+        left, rows = missing, slots
+        for level in range(1, len(self.tiers)):
+            here, found = self._found(level, left)
+            if len(found):
+                yield _Source(level, found, rows[here])
+                if level < self.backing:
+                    self._touch(level, left[here])
+            left, rows = left[~here], rows[~here]
+
+    def bring(self, fetch: Fetch, lock: AbstractContextManager[object]) -> None:
+        """Do what `reserve` prepared, in any thread.
+
+        The lock, which guards everything here, is not held while the backing tier reads: nobody
+        writes that during a visit. Of tiers between, others may write while they have the lock.
+        After an error of a tier, none has come, and the slots are free again.
+        """
+        out = self.tiers[0].view
+        between = [source for source in fetch.sources if source.level < self.backing]
+        try:
+            if between:
+                with lock:
+                    self._read_from(between, out)
+            self._read_from(fetch.sources[len(between) :], out)
+        except BaseException:
+            with lock:
+                self.residency[0].return_slots(fetch.slots)
+            raise
+        with lock:
+            self._enter(0, fetch.handles, fetch.slots)
+            for source in fetch.sources:
+                self.metrics.tiers[source.level].hits += len(source.slots)
+                self._count_read(source.level, len(source.slots))
+            self.metrics.fetched += len(fetch.handles)
+            self.metrics.tiers[0].bytes_written += len(fetch.handles) * self.layout.block_bytes
+
+    def _read_from(self, sources: Sequence[_Source], out: Bytes) -> None:
+        """Also with an error, no transfer is under way when this returns."""
+        with ExitStack() as under_way:
+            for source in sources:
+                tier = self.tiers[source.level]
+                if self.timeline is None:
+                    under_way.callback(tier.read(source.slots, out, source.rows).wait)
+                else:
+                    nbytes = len(source.slots) * self.layout.block_bytes
+                    under_way.enter_context(self.timeline.transfer(tier.name, "read", nbytes))
+                    under_way.callback(tier.read(source.slots, out, source.rows).wait)
+
+    def read(self, handles: Ids, out: Bytes) -> None:
+        """Block ``handles[i]`` into ``out[i]``, from the first tier that has it.
 
         Also with an error, no transfer is under way when this returns.
         """
-        rows = np.arange(len(handles), dtype=np.int32) if rows is None else rows
-        with ExitStack() as under_way:
-            for level in range(first, len(self.tiers)):
-                slots = self.residency[level].slot_of.array[handles]
-                here = slots >= 0
-                found = slots[here]
-                if len(found):
-                    under_way.callback(self.tiers[level].read(found, out, rows[here]).wait)
-                    counters = self.metrics.tiers[level]
-                    counters.bytes_read += len(found) * self.layout.block_bytes
-                    if first > 0:
-                        counters.hits += len(found)
-                        if level < self.backing:
-                            self._touch(level, handles[here])
-                if len(found) == len(handles):
-                    break
-                handles, rows = handles[~here], rows[~here]
+        rows = np.arange(len(handles), dtype=np.int32)
+        sources = []
+        for level in range(len(self.tiers)):
+            here, found = self._found(level, handles)
+            if len(found):
+                sources.append(_Source(level, found, rows[here]))
+                self._count_read(level, len(found))
+            handles, rows = handles[~here], rows[~here]
+        self._read_from(sources, out)
+
+    def _found(self, level: int, handles: Ids) -> tuple[npt.NDArray[np.bool_], Ids]:
+        """Which blocks a tier has, and the slots of those."""
+        slots = self.residency[level].slot_of.array[handles]
+        here = slots >= 0
+        return here, slots[here]
+
+    def _count_read(self, level: int, blocks: int) -> None:
+        self.metrics.tiers[level].bytes_read += blocks * self.layout.block_bytes
 
     def use_below(self, level: int, handles: Ids) -> None:
         """Blocks were used where they are, in a tier below the top."""
@@ -190,7 +255,6 @@ class Transfers:
         count = tables.worth_fetching(
             selection.row_ptr, selection.scores, slots, held, delta, row_ptr, kept
         )
-        self.metrics.filtered += n - count
         return row_ptr, kept[:count]
 
     def passes(
@@ -269,14 +333,16 @@ class Transfers:
         eligible: npt.NDArray[np.bool_] = np.empty(len(residents), np.bool_)
         able: Pointers = np.empty(len(domains), np.int64)
         leases, last_used = self.leases.array, self.last_used.array
-        tables.eligible(residents, row_ptr, leases, last_used, self.step, eligible, able)
+        # In the top tier a visit has its domains to itself; below, others may be reading.
+        since = self.step if level == 0 else min(self.visiting, default=self.step)
+        tables.eligible(residents, row_ptr, leases, last_used, since, eligible, able)
         need = np.minimum(need, able)
         demand = Demand(domains, row_ptr, residents, eligible, need, access)
         victims = self._named(level, demand)
         expected = np.repeat(domains, need)
         bad = tables.first_bad_victim(
             victims, expected, residency.domain_of, self._space.owner_segment,
-            residency.slot_of.array, leases, last_used, self.step,
+            residency.slot_of.array, leases, last_used, since,
         )  # fmt: skip
         if bad >= 0:
             raise PolicyError(

@@ -1,14 +1,14 @@
-"""What exists while sequences are stored: block store, layers, work space; and a step's stages."""
+"""What exists while sequences are stored: block store, layers, work space."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from tierstore import kernels
-from tierstore.adapters.attention import attended, exact
+from tierstore.adapters.attention import exact
+from tierstore.adapters.attention.attending import Attending, nothing
 from tierstore.adapters.attention.capacity import (
     fit_middle_tiers,
     fit_top_tier,
@@ -17,29 +17,31 @@ from tierstore.adapters.attention.capacity import (
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.places import Places
 from tierstore.adapters.attention.planning import live_plan
+from tierstore.adapters.attention.speculation import SPECULATIVE
+from tierstore.adapters.attention.stages import Stages
 from tierstore.arrays import as_array
 from tierstore.below import can_stay
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.kernels.element import to_tensor
 from tierstore.placement import assign_homes
 from tierstore.policies import LRU
 from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
-from tierstore.store import BlockStore, Visit
+from tierstore.store import BlockStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Selection, Tier
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
     from tierstore.policies.profile import Amounts
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
-
 
 class Batch:
     """The stored past of some sequences.
@@ -62,7 +64,6 @@ class Batch:
         geometry, preset = rules.geometry, rules.preset
         self.rules, self.scale = rules, scale
         self.tokens: Pointers = np.zeros(sequences, np.int64)
-        self.attended: dict[int, list[list[int]]] = {}
         rows = geometry.layers * sequences * geometry.kv_heads
         blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
         policies: list[EvictionPolicy] = [LRU() for _ in tiers[1:]]
@@ -79,12 +80,6 @@ class Batch:
         self._device_scratch = (
             self._scratch if device_memory is self.store.memory else Scratch(device_memory)
         )
-        self._shape = kernels.BlockShape(
-            preset.block_tokens,
-            geometry.head_dim,
-            geometry.value_size,
-            preset.block_tokens * geometry.head_dim,
-        )
         index_shape = IndexShape(
             geometry.group, geometry.head_dim, geometry.dtype, preset.block_tokens, scale,
             device_memory, self._device_scratch, self.store.memory, self._scratch,
@@ -100,9 +95,23 @@ class Batch:
         self._most_residents = 0
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
-        self._places: Places | None = None
-        self._lse: Array = np.empty((0, 0), np.float32)
-        self._weights: Array = np.empty((0, 0, 0), np.float32)
+        self._attending = Attending(self.store, rules, scale, self._device_scratch)
+        kind = SPECULATIVE.get(rules.schedule, Stages)
+        memories = device_memory, self.store.memory
+        self._stages = kind(self.store, rules, self._attending, self.layers, memories)
+
+    def settle(self) -> None:
+        """Return when nothing is under way any more; raise what went wrong with it."""
+        self._stages.settle()
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._stages.close()
+
+    @property
+    def attended(self) -> dict[int, list[list[int]]]:
+        """Tokens that each row of a layer attended to in its last step, if they are recorded."""
+        return self._attending.positions
 
     @property
     def index_bytes(self) -> int:
@@ -120,6 +129,7 @@ class Batch:
         valid: torch.Tensor | None,
     ) -> torch.Tensor:
         """Exact attention of new tokens [B, ., T, .] over past and themselves; then store them."""
+        self._begin_change()
         layer, new = self.layers[number], query.shape[2]
         starts = layer.is_empty
         if number == 0:
@@ -150,11 +160,17 @@ class Batch:
         self, number: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None
     ) -> None:
         """Store new tokens [B, ., T, .] without attending; `query`: the last ones', if known."""
+        self._begin_change()
         if number == 0:
             self.tokens = self.tokens + key.shape[2]
         for sequence in range(self.layers[number].sequences):
             last = None if query is None else query[sequence]
             self._store(number, sequence, last, key[sequence], value[sequence])
+
+    def _begin_change(self) -> None:
+        """Before what no step does."""
+        self._stages.settle()
+        self._stages.forget()
 
     def _staging(self) -> Bytes:
         shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
@@ -255,8 +271,10 @@ class Batch:
         key: torch.Tensor,
         value: torch.Tensor,
         valid: torch.Tensor | None,
+        next_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every sequence."""
+        self._stages.settle_updates()
         layer, geometry = self.layers[number], self.rules.geometry
         if number == 0:
             self._begin_step(valid)
@@ -265,19 +283,32 @@ class Batch:
             as_array(key.reshape(rows, -1)), as_array(value.reshape(rows, -1)), self._keep
         )
         out = query.new_empty((rows, geometry.group, geometry.value_size))
-        q = as_array(query.reshape(rows, geometry.group, geometry.head_dim))
+        q, guess = self._rows_of(query), None if next_query is None else self._rows_of(next_query)
         if self._has_blocks:
-            self._attend_blocks(number, q, out)
+            self._stages.attend(number, q, self._budgets, self._most_residents, out, guess)
         else:
-            self._take_work_space(layer, 0)
-            self._attend(layer, q, _nothing(rows), out, merge=False)
-            self._note(number, _nothing(rows), is_first=True)
-        for sequence in self._full:
+            self._attending.take_work_space(layer, 0)
+            self._attending.attend(layer, q, nothing(rows), as_array(out))
+            self._attending.note(number, layer, nothing(rows), is_first=True)
+        if self._full:
+            self._stages.update(number, partial(self._seal, number, self._full, key, value))
+        return out.view(layer.sequences, 1, geometry.query_heads, geometry.value_size)
+
+    def _rows_of(self, query: torch.Tensor) -> Array:
+        """Queries [B, Hq, 1, d] as [R, G, d]."""
+        geometry = self.rules.geometry
+        return as_array(query.reshape(-1, geometry.group, geometry.head_dim))
+
+    def _seal(
+        self, number: int, sequences: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Let tokens leave the strips of sequences for blocks. key, value: [B, ., 1, .]."""
+        layer = self.layers[number]
+        for sequence in sequences:
             sealed = layer.absorb(sequence, key[sequence, :, :0], value[sequence, :, :0])
             assert sealed is not None
             self._index(number, sealed, None)
             layer.store_tokens(sealed, None)
-        return out.view(layer.sequences, 1, geometry.query_heads, geometry.value_size)
 
     def _begin_step(self, valid: torch.Tensor | None) -> None:
         """What is the same in every layer of a step; the layers are in the same state."""
@@ -299,12 +330,19 @@ class Batch:
             self.rules.hysteresis.after_step((fetched - self._fetched) * size)
         self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
-        if self._places is None and self.rules.attend_where != "fetch" and can_stay(self.store):
-            share = float(self.budgets().sum()) * self._shape.tokens / float(self.tokens.sum())
-            self._places = Places(
-                self.rules, self.store, self._shape, self._scratch, self.scale, self.plan,
-                len(self.tokens), min(1.0, share),
-            )  # fmt: skip
+        if self._stages.places is None and self.rules.attend_where != "fetch":
+            self._stages.places = self._make_places()
+
+    def _make_places(self) -> Places | None:
+        """Who attends to blocks where they lie, if they can be read there."""
+        if not can_stay(self.store):
+            return None
+        shape = self._attending.shape
+        share = float(self.budgets().sum()) * shape.tokens / float(self.tokens.sum())
+        return Places(
+            self.rules, self.store, shape, self._scratch, self.scale, self.plan, len(self.tokens),
+            min(1.0, share),
+        )  # fmt: skip
 
     def _recalibrate(self) -> None:
         """Once enough steps were counted, share the windows out by what they selected."""
@@ -318,95 +356,11 @@ class Batch:
         )
         self._fit_tiers(0)
 
-    def _attend_blocks(self, number: int, query: Array, out: torch.Tensor) -> None:
-        """Attend to what the index selects, in one visit, or in several merged in float32."""
-        layer = self.layers[number]
-        beside = self._device_scratch.array("beside", query.shape[:2], np.float32)
-        kernels.weigh_strips(query, layer.strip_key, layer.strip_length, self.scale, beside)
-        selection = layer.index.select(query, self._budgets[number], beside)
-        if self.rules.on_selection is not None:
-            self.rules.on_selection(number, layer.blocks, selection)
-        longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
-        # A visit pins blocks, so the work space must be there before: taking it may move some.
-        self._take_work_space(layer, max(longest, self._most_residents))
-        selection, merged = self._attend_below(number, query, selection, out)
-        starts = merged is None
-        delta = self.rules.hysteresis.delta
-        visits = self.store.visit(selection, layer.segments, hysteresis=delta)
-        for i, visit in enumerate(visits):
-            if visit.is_whole and self.rules.attends_residents:
-                visit = self.store.residents(layer.segments)
-            elif not visit.is_whole and merged is None:
-                merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-            is_first = starts and i == 0
-            target = out if merged is None else merged
-            self._attend(layer, query, visit, target, merge=not is_first, strips=i == 0)
-            self._note(number, visit, is_first=is_first)
-        if merged is not None:
-            out.copy_(merged)
-
-    def _attend_below(
-        self, number: int, query: Array, selection: Selection, out: torch.Tensor
-    ) -> tuple[Selection, torch.Tensor | None]:
-        """Attend to blocks where they lie; what is left to attend to, and the result in float32."""
-        if self._places is None:
-            return selection, None
-        result = self._device_scratch.array("attended", tuple(out.shape), np.float32)
-        visit, others = self._places.attend(
-            number, self.layers[number].segments, query, selection, result, self._lse
-        )
-        if visit is None:
-            return selection, None
-        self._note(number, visit, is_first=True)
-        return others, to_tensor(result)
-
-    def _attend(
-        self,
-        layer: Layer,
-        query: Array,
-        visit: Visit,
-        out: torch.Tensor,
-        *,
-        merge: bool,
-        strips: bool = True,
-    ) -> None:
-        """Blocks of a visit, and the strips with the first one of the top tier."""
-        strip = layer.strip_length if strips else np.zeros_like(layer.strip_length)
-        kernels.attend_blocks(
-            query, self._pool(), self._shape, visit.row_ptr, visit.slots, visit.valid,
-            layer.strip_key, layer.strip_value, strip, self.scale,
-            as_array(out), self._lse, self._weights, merge=merge,
-        )  # fmt: skip
-
-    def _take_work_space(self, layer: Layer, blocks: int) -> None:
-        """Room for the weights of rows of so many blocks."""
-        rows, group = len(layer.segments), self.rules.geometry.group
-        width = blocks * self.rules.preset.block_tokens + layer.strip_room
-        if self._weights.shape[0] != rows or self._weights.shape[2] < width:
-            array = self._device_scratch.array
-            self._lse = array("lse", (rows, group), np.float32)
-            self._weights = array("weights", (rows, group, width), np.float32)
-
-    def _pool(self) -> Array:
-        """The top tier's slots as elements."""
-        view = self.store.tiers[0].view
-        return view.view(self.layers[0].strip_key.dtype)
-
-    def _note(self, number: int, visit: Visit, *, is_first: bool) -> None:
-        """Remember the token positions that each row of a layer attends to."""
-        if not self.rules.record:
-            return
-        layer, sinks = self.layers[number], self.rules.preset.sinks
-        if is_first:
-            self.attended[number] = attended.in_strips(layer, sinks)
-        in_blocks = attended.in_blocks(self.store, layer.segments, visit, sinks)
-        for row, positions in enumerate(in_blocks):
-            self.attended[number][row].extend(positions)
-
     # Rows
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every sequence."""
+        self._begin_change()
         for layer in self.layers:
             for sequence in range(layer.sequences):
                 layer.crop(sequence, tokens)
@@ -414,16 +368,12 @@ class Batch:
 
     def arrange(self, sources: Sequence[int]) -> None:
         """Let sequence i be what sequence ``sources[i]`` was."""
+        self._begin_change()
         for layer in self.layers:
             layer.arrange(sources)
         self.tokens = self.tokens[list(sources)]
         if self._profile is not None:
             self._profile.restart()
-        self._places = None
+        self._stages.places = None
         if self._is_fitted:
             self._fit_tiers(0)
-
-
-def _nothing(rows: int) -> Visit:
-    none: Ids = np.empty(0, np.int32)
-    return Visit(np.zeros(rows + 1, np.int64), none, none.astype(np.uint8), none, is_whole=True)

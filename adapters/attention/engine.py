@@ -15,7 +15,7 @@ from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
 from tierstore.adapters.attention.places import check_where
 from tierstore.adapters.attention.planning import check_planning, plan_for, tuned, window_for
 from tierstore.adapters.attention.report import Report, TierReport
-from tierstore.adapters.attention.rules import Rules, filter_for
+from tierstore.adapters.attention.rules import Rules, filter_for, schedule_for
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
 from tierstore.hardware import PRESETS
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tierstore.hardware import Hardware
     from tierstore.policies.plan import Plan
     from tierstore.store import BlockStore
+    from tierstore.timeline import Timeline
 
 
 class SparseAttention:
@@ -76,6 +77,11 @@ class SparseAttention:
     hardware: rates of the machine for ``"auto"``, as tierstore roofline measures them; those of the
         reference machine by default.
     record: remember which tokens each step attends to, for `attended`.
+    schedule: in which order the stages of a step follow each other, as
+        `tierstore.pipeline.schedule` names them; the preset's by default.
+    micro_batch: sequences that pass the stages together; by default a quarter of the batch where
+        the last tier is a disk, else all.
+    timeline: notes when each stage and each transfer runs.
     on_selection: is called with what each step selects in each layer, as
         ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
         `tierstore.traces.recorder`.
@@ -106,12 +112,16 @@ class SparseAttention:
         hardware: Hardware | None = None,
         record: bool = False,
         on_selection: SelectionListener | None = None,
+        schedule: str | None = None,
+        micro_batch: int | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         given = None if plan is None else plan_for(plan, geometry)
         system = tuned(preset_named(preset), given)
         amount = parse_budget(system.budget if budget is None else budget)
         filter_ = filter_for(hysteresis, system, geometry)
-        check_where(attend_where, recalibrate)
+        schedule_name = schedule_for(schedule, micro_batch, system)
+        check_where(attend_where, recalibrate, schedule_name)
         window = window_for(
             window,
             given,
@@ -132,6 +142,7 @@ class SparseAttention:
         self._rules = Rules(
             geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
             attend_where, hardware or PRESETS["reference"],
+            schedule_name, micro_batch, timeline,
         )  # fmt: skip
         self._batch: Batch | None = None
         self._next_layer = 0
@@ -147,6 +158,7 @@ class SparseAttention:
         *,
         valid: torch.Tensor | None = None,
         scale: float,
+        next_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store new keys and values, then attend causally over everything stored in the layer.
 
@@ -157,6 +169,8 @@ class SparseAttention:
         query: [B, Hq, T, d]. key, value: [B, Hkv, T, d] and [B, Hkv, T, e], the new tokens only.
         valid: bool [B, T]; False marks padding, which is not stored. None: all are text.
         scale: factor on the logits, the same at every call.
+        next_query: [B, Hq, 1, d], a guess of what the next layer will ask. The schedule
+            ``"previous-layer"`` fetches by it; to all others it means nothing.
 
         Returns
         -------
@@ -177,9 +191,10 @@ class SparseAttention:
                 f"{tuple(key.shape[::2])}"
             )
         batch = self._batch_for(layer, key, value, scale)
-        is_step = query.shape[2] == 1 and not batch.layers[layer].is_empty
-        attend = batch.step if is_step else batch.extend
-        out = attend(layer, query, key, value, valid)
+        if query.shape[2] == 1 and not batch.layers[layer].is_empty:
+            out = batch.step(layer, query, key, value, valid, next_query)
+        else:
+            out = batch.extend(layer, query, key, value, valid)
         self._next_layer = (layer + 1) % self.geometry.layers
         return out
 
@@ -230,7 +245,7 @@ class SparseAttention:
     def reset(self) -> None:
         """Forget everything; the next call may bring another number of sequences."""
         self._check_open()
-        self._batch = None
+        self._end_batch()
         self._next_layer = 0
         self._rules.hysteresis.reset()
         self._stack.clear()
@@ -238,13 +253,20 @@ class SparseAttention:
     def close(self) -> None:
         """Free memory and files. Closing twice is allowed."""
         self._is_closed = True
-        self._batch = None
+        self._end_batch()
         self._close_stack()
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None
 
     @property
     def store(self) -> BlockStore:
         """The block store; ConfigError before the first tokens."""
-        return self._stored().store
+        batch = self._stored()
+        batch.settle()
+        return batch.store
 
     @property
     def plan(self) -> Plan | None:

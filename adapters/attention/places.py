@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore import kernels
+from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.adapters.planner.locality import reload_share
 from tierstore.below import LEVEL, visit_below
 from tierstore.costs import PlaceCosts
@@ -30,8 +31,11 @@ ATTEND_WHERE = ("fetch", "in-tier", "auto")
 _MOST_USES = 1e6
 
 
-def check_where(attend_where: str, recalibrate: int | None) -> None:
-    """ConfigError for a rule that is none, or that keeps a recalibration from seeing everything."""
+def check_where(attend_where: str, recalibrate: int | None, schedule: str) -> None:
+    """ConfigError for a rule that is none, or that does not go with what else is asked for.
+
+    A recalibration would not see everything, a guess would bring what should stay.
+    """
     if attend_where not in ATTEND_WHERE:
         raise ConfigError(
             f"attend_where={attend_where!r}: expected one of {', '.join(ATTEND_WHERE)}"
@@ -40,6 +44,11 @@ def check_where(attend_where: str, recalibrate: int | None) -> None:
         raise ConfigError(
             f"attend_where={attend_where!r}, recalibrate={recalibrate}: blocks that stay where "
             "they are cannot be counted: pass one or the other"
+        )
+    if attend_where != "fetch" and schedule in SPECULATIVE:
+        raise ConfigError(
+            f"attend_where={attend_where!r}, schedule={schedule!r}: blocks that stay where they "
+            "are cannot be brought early: pass one or the other"
         )
 
 

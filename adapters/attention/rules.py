@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
 from tierstore.hardware import PRESETS
 from tierstore.hysteresis import Hysteresis
 from tierstore.indexers import IndexShape
 from tierstore.memory import unlimited
+from tierstore.schedules import SCHEDULES
 from tierstore.scratch import Scratch
+from tierstore.sizes import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from tierstore.hardware import Hardware
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
+    from tierstore.timeline import Timeline
 
     SelectionListener = Callable[[int, Ids, Selection], None]
     """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
@@ -44,6 +48,16 @@ def filter_for(amount: float | str | None, preset: Preset, geometry: Geometry) -
     return hysteresis
 
 
+def schedule_for(schedule: str | None, micro_batch: int | None, preset: Preset) -> str:
+    """The schedule, the preset's by default; ConfigError for one that there is not."""
+    name = preset.schedule if schedule is None else schedule
+    if name not in SCHEDULES:
+        raise ConfigError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
+    if micro_batch is not None:
+        check_whole("micro_batch", micro_batch, 1, MOST)
+    return name
+
+
 class Rules(NamedTuple):
     """What one engine does: its model, its preset, and the numbers that override the preset's."""
 
@@ -58,6 +72,9 @@ class Rules(NamedTuple):
     on_selection: SelectionListener | None = None
     attend_where: str = "fetch"
     hardware: Hardware = PRESETS["reference"]
+    schedule: str = "sequential"
+    micro_batch: int | None = None
+    timeline: Timeline | None = None
 
     @property
     def attends_residents(self) -> bool:

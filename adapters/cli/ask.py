@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,12 @@ from tierstore.adapters.cli.outcome import Outcome
 from tierstore.adapters.cli.screen import Screen, waiting
 from tierstore.adapters.cli.summary import print_summary
 from tierstore.adapters.cli.text import visible
+from tierstore.adapters.cli.timeline import save_timeline
 from tierstore.adapters.documents import Document, build_prompt, builtin_document
 from tierstore.adapters.generate import TierOptions, check_length, compare, end_tokens, generate
 from tierstore.adapters.models import LoadedModel, load_model
 from tierstore.adapters.presets import preset_named
+from tierstore.timeline import Timeline
 
 if TYPE_CHECKING:
     import argparse
@@ -35,13 +38,17 @@ def ask(options: argparse.Namespace, document: Document | None) -> None:
     prompt = build_prompt(tokenizer, document.text, document.question, document.begun_answer)
     check_length(loaded.model, len(prompt), options.max_new_tokens)
     print(visible(document.question), end="\n\n", flush=True)
+    timeline = None if options.timeline is None else Timeline(loaded.name)
     with Screen(tokenizer, document.begun_answer, ends, options.max_new_tokens) as screen:
+        tiers = replace(_tiers(options), timeline=timeline)
         work = compare if options.compare else generate
-        result = work(loaded.model, prompt, options.max_new_tokens, _tiers(options), screen)
+        result = work(loaded.model, prompt, options.max_new_tokens, tiers, screen)
     outcome = _outcome(loaded, options.dtype, document, result)
     print_summary(outcome)
     if options.json is not None:
         write_json(options.json, outcome.to_dict())
+    if timeline is not None:
+        save_timeline(timeline, options.timeline)
 
 
 def _tiers(options: argparse.Namespace) -> TierOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from tierstore.adapters.cli.timeline import check_timeline
 from tierstore.adapters.documents import read_document
 from tierstore.arguments import check_whole
 from tierstore.ephemeral import PrivateDirectory
@@ -75,6 +76,12 @@ def add_command(subparsers: Subparsers) -> None:
         help="run full attention too; both then make all new tokens, past the end of the answer",
     )
     report.add_argument("--json", metavar="FILE", help="write everything to a file")
+    report.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="when each stage and each transfer ran: a .json for ui.perfetto.dev, or a picture "
+        "(.png, .svg) of the last step's first layers",
+    )
 
 
 def _add_tier_options(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +156,8 @@ def _check(options: argparse.Namespace) -> None:
     _check_tiers(options)
     if options.json is not None:
         check_target(options.json, "json")
+    if options.timeline is not None:
+        check_timeline(options.timeline)
 
 
 def _check_tiers(options: argparse.Namespace) -> None:

@@ -42,6 +42,8 @@ class Preset:
     hysteresis: nats by which a missing block must beat the last one selected to be fetched, or the
         bytes that a step should fetch (``"512KiB"``); 0 fetches all. Otherwise a step attends to
         everything in the fast tier.
+    schedule: in which order stages follow each other over a batch, see
+        `tierstore.pipeline.schedule`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Preset:
     attends_residents: bool = False
     observation: int = 16
     hysteresis: float | str = 0.0
+    schedule: str = "sfc"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
     from tierstore.policies.plan import Plan
+    from tierstore.timeline import Timeline
 
 _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -40,6 +41,9 @@ def attach(
     hysteresis: float | str | None = None,
     plan: Plan | str | Path | None = None,
     recalibrate: int | None = None,
+    schedule: str | None = None,
+    micro_batch: int | None = None,
+    timeline: Timeline | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -61,11 +65,20 @@ def attach(
     plan: how window and budget are shared out between layers and heads: a
         `tierstore.policies.Plan` or the file of one. Alike by default.
     recalibrate: make that plan's windows anew once, after so many steps.
+    schedule: in which order the stages of a step follow each other: ``"sfc"``, ``"sequential"`` or
+        ``"previous-step"``; the preset's by default.
+    micro_batch: sequences that pass the stages together.
+    timeline: notes when each stage and each transfer runs.
 
     Raises
     ------
     UnsupportedModelError, ConfigError: at once; the model is as it was.
     """
+    if schedule == "previous-layer":
+        raise ConfigError(
+            "schedule='previous-layer': an attached model gives no guess of its next layer's query:"
+            " expected another schedule, or an engine that is called with next_query="
+        )
     geometry = geometry_of(model)
     with ExitStack() as on_error:
         engine = SparseAttention(
@@ -81,6 +94,9 @@ def attach(
             hysteresis=hysteresis,
             plan=plan,
             recalibrate=recalibrate,
+            schedule=schedule,
+            micro_batch=micro_batch,
+            timeline=timeline,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)

@@ -172,7 +172,7 @@ class Directory:
         )
 
     def _first_bad_victim(self) -> Arguments:
-        free = [h for h in self.residents if self.leases[h] == 0 and self.last_used[h] != 2]
+        free = [h for h in self.residents if self.leases[h] == 0 and self.last_used[h] < 2]
         strange = [*self.absent[:1], -1, len(self.slot_of), *free[:1], *self.residents[:1]]
         extra = self.random.choice(np.array(strange, np.int32), self.random.integers(0, 2))
         victims = np.concatenate([np.array(free, np.int32), extra.astype(np.int32)])

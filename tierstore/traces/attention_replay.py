@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ def replay(
         if misses:
             rows = np.repeat(segments, trace.counts[step])
             fetched[step] = np.bincount(rows[slots < 0], minlength=trace.segments)
-            moves.fetch(handles, access)
+            moves.bring(moves.reserve(handles, access), nullcontext())
     return Replay(trace.counts.astype(np.int64), fetched)
 
 
