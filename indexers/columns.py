@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.errors import CapacityError
 from tierstore.kernels.element import is_host, to_tensor
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ class Columns:
         return self._places[kind]
 
     def reserve(self, rows: int = 0, **places: int) -> None:
-        """Have room for so many rows and, in each, for ``unit=``, ``page=`` and ``block=``."""
+        """Have room for so many rows and, in each, for ``unit=``, ``page=`` and ``block=``.
+
+        After a CapacityError there is room for what there was room for.
+        """
+        before = self._rows, dict(self._places)
         grown = rows > self._rows
         self._rows = max(rows, self._rows)
         for kind, wanted in places.items():
@@ -81,6 +86,13 @@ class Columns:
                 grown = True
         if not grown:
             return
+        try:
+            self._grow()
+        except CapacityError:
+            self._rows, self._places = before
+            raise
+
+    def _grow(self) -> None:
         for name, column in self._columns.items():
             shape = self._shape(column)
             if shape != self._arrays[name].shape:

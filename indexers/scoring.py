@@ -194,8 +194,8 @@ class ScoringIndex(Index):
         return self.data["kept_blocks"] if self.keeps_blocks else 0
 
     def add_rows(self, segments: Ids) -> None:
+        self.data.reserve(len(self.segments) + len(segments))
         self.segments = np.concatenate([self.segments, segments]).astype(np.int32)
-        self.data.reserve(len(self.segments))
 
     def extend(
         self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext
