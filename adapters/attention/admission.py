@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tierstore.store import BlockStore
 
 _BY_ROWS = "sinks and local window"
-_BY_ROWS_AND_BLOCKS = ("index", "work space")
 _BY_HANDLES = ("directory", "policy")
 
 
@@ -52,8 +51,8 @@ def check_first(lanes: Lanes, rules: Rules, backing: Tier) -> None:
 def check_room(store: BlockStore, layers: Sequence[Layer], preset: Preset, lanes: Lanes) -> None:
     """CapacityError unless there is room for what is promised in `lanes`, maybe new ones.
 
-    Known to the byte are blocks, sinks and local windows. Index, directory and work space are
-    taken to grow as they have so far: by rows, and by blocks of the longest row.
+    Known to the byte are blocks, sinks, local windows and most indexes. Work space and directory
+    are taken to grow as they have so far.
     """
     room = _Room(store, layers, preset, lanes)
     _check_backing(room)
@@ -93,17 +92,21 @@ def _check_top(batch: _Room) -> None:
 
 
 def _growth(memory: Memory, batch: _Room) -> int:
-    """Bytes that other things than slots may take in a memory beyond what they take now."""
-    used = memory.by_purpose()
-    layer, blocks = batch.layers[0], batch.lanes.blocks(batch.preset)
-    by_rows = len(batch.lanes) / layer.sequences
-    have, want = int(layer.blocks.max(initial=0)), int(blocks.max(initial=0))
-    # Tables grow by an eighth at least, and the old one goes when the new one is filled.
-    longer = max(want, have + have // 8) / have if want > have > 0 else 1.0
-    growth = used.get(_BY_ROWS, 0) * (by_rows - 1)
-    growth += sum(used.get(name, 0) for name in _BY_ROWS_AND_BLOCKS) * (by_rows * longer - 1)
+    """Bytes that all but slots may take in a memory beyond what they take now.
+
+    While an array grows, the old one is there too.
+    """
+    used, lanes = memory.by_purpose(), batch.lanes
+    blocks = lanes.blocks(batch.preset)
+    rows, longest = len(lanes) * batch.layers[0].heads, int(blocks.max(initial=0))
+    index = sum(layer.index.grown_bytes(rows, longest, memory) for layer in batch.layers)
+    index = max(index, used.get("index", 0))
+    growth = index - used.get("index", 0)
+    growth += used.get(_BY_ROWS, 0) * (len(lanes) / batch.layers[0].sequences - 1)
+    if growth and used.get("index"):
+        growth += used.get("work space", 0) * (index / used["index"] - 1)
     if memory is batch.store.memory:
-        chunks = -(-blocks // CHUNK) * layer.heads * len(batch.layers)
+        chunks = -(-blocks // CHUNK) * batch.layers[0].heads * len(batch.layers)
         handles = int(np.maximum(chunks.sum() * CHUNK - batch.store.space.handles, 0))
         tables = sum(used.get(name, 0) for name in _BY_HANDLES)
         growth += tables / batch.store.space.handles * handles * 9 / 8
