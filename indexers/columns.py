@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.errors import CapacityError
 from tierstore.kernels.element import is_host, to_tensor
 
 if TYPE_CHECKING:
@@ -74,21 +76,40 @@ class Columns:
         return _ColumnsOfRows(self, rows)
 
     def reserve(self, rows: int = 0, **places: int) -> None:
-        """Have room for so many rows and, in each, for ``unit=``, ``page=`` and ``block=``."""
-        grown = rows > self._rows
+        """Have room for so many rows and, in each, for ``unit=``, ``page=`` and ``block=``.
+
+        After a CapacityError there is room for what there was room for.
+        """
+        before = self._rows, self._places
         self._rows = max(rows, self._rows)
-        for kind, wanted in places.items():
-            have = self._places[kind]
-            if wanted > have:
-                step = self._steps[kind]
-                self._places[kind] = -(-max(wanted, have + have // 8) // step) * step
-                grown = True
-        if not grown:
+        self._places = before[1] | {kind: self._grown(kind, n) for kind, n in places.items()}
+        if (self._rows, self._places) == before:
             return
-        for name, column in self._columns.items():
-            shape = self._shape(column)
-            if shape != self._arrays[name].shape:
+        try:
+            for name, column in self._columns.items():
+                shape = self._shape(column)
                 self._arrays[name] = self._memory(name).grow(self._arrays[name], shape, "index")
+        except CapacityError:
+            self._rows, self._places = before
+            raise
+
+    def grown_bytes(self, memory: Memory, rows: int, **places: int) -> int:
+        """Bytes of `memory` that `reserve` would make of the arrays there."""
+        before = self._rows, self._places
+        self._rows = max(rows, self._rows)
+        self._places = {kind: self._grown(kind, places.get(kind, 0)) for kind in before[1]}
+        shapes = {name: self._shape(column) for name, column in self._columns.items()}
+        self._rows, self._places = before
+        return sum(
+            math.prod(shape) * self._arrays[name].itemsize
+            for name, shape in shapes.items()
+            if self._memory(name) is memory
+        )
+
+    def _grown(self, kind: str, wanted: int) -> int:
+        """Places of a kind for each row, once there is room for `wanted`."""
+        have, step = self._places[kind], self._steps[kind]
+        return have if wanted <= have else -(-max(wanted, have + have // 8) // step) * step
 
     def arrange(self, rows: Sequence[int]) -> None:
         """Let new row i be a copy of row ``rows[i]``."""

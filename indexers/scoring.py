@@ -190,13 +190,21 @@ class ScoringIndex(Index):
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def grown_bytes(self, rows: int, blocks: int, memory: Memory) -> int:
+        pages, have = blocks * self.pages_per_block, int(self.blocks.max(initial=0))
+        units = pages
+        if self.is_coarse:
+            # In proportion to what is indexed already.
+            units = int(self.units.max(initial=0)) * blocks // have if have else 0
+        return self.data.grown_bytes(memory, rows, unit=units, page=pages, block=blocks)
+
     @property
     def kept(self) -> Ids | int:
         return self.data["kept_blocks"] if self.keeps_blocks else 0
 
     def add_rows(self, segments: Ids) -> None:
+        self.data.reserve(len(self.segments) + len(segments))
         self.segments = np.concatenate([self.segments, segments]).astype(np.int32)
-        self.data.reserve(len(self.segments))
 
     def extend(
         self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext

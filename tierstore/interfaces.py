@@ -364,6 +364,13 @@ class Index(ABC):
     def nbytes(self) -> int:
         """Bytes the index occupies."""
 
+    def grown_bytes(self, rows: int, blocks: int, memory: Memory) -> int:
+        """Bytes of `memory` that it may come to occupy with so many rows of so many blocks.
+
+        By that new sequences are let in; 0 where an index cannot tell.
+        """
+        return 0
+
     @abstractmethod
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Arrays from which `restore` makes an equal index."""

@@ -117,6 +117,11 @@ class Memory:
         """Bytes that nothing uses."""
         return self.limit_bytes - self.used_bytes
 
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest taken array: growing it takes as much again for a while."""
+        return max((array.nbytes for array, _ in self._taken.values()), default=0)
+
     def by_purpose(self) -> dict[str, int]:
         """Bytes used for each purpose, slots included."""
         total = {"slots": self.slot_bytes}

@@ -9,7 +9,7 @@ that one has it already or is the backing tier.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,6 +134,15 @@ class BlockStore:
                 self._forget(segments, 0, handles)
             finally:
                 self._close(segments)
+
+    def renew(self, segments: Ids) -> None:
+        """Let segments, each a domain of its own, be as just opened; errors as in `drop`."""
+        with self._changing(), ExitStack() as always:
+            handles = self._unleased(segments, 0)
+            # What is closed last is opened first, so that these get their own numbers again.
+            always.callback(self.open, len(segments))
+            always.callback(self._close, segments)
+            self._forget(segments, 0, handles)
 
     def truncate(self, segments: Ids, blocks: int) -> None:
         """Forget blocks from number `blocks` on; errors as in `drop`."""

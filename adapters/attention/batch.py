@@ -1,54 +1,57 @@
-"""What exists while sequences are stored: block store, layers, work space."""
+"""What exists while sequences are stored: block store, layers, work space; and a step's stages."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.adapters.attention import exact
+from tierstore.adapters.attention.admission import check_room
 from tierstore.adapters.attention.attending import Attending, nothing
-from tierstore.adapters.attention.capacity import (
-    fit_middle_tiers,
-    fit_top_tier,
-    reserve_backing,
-)
+from tierstore.adapters.attention.capacity import fit_middle_tiers, reserve_backing
+from tierstore.adapters.attention.lanes import Lanes
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.places import Places
-from tierstore.adapters.attention.planning import live_plan
+from tierstore.adapters.attention.sharing import Sharing
 from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.adapters.attention.stages import Stages
 from tierstore.arrays import as_array
 from tierstore.below import can_stay
+from tierstore.errors import TierstoreError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.placement import assign_homes
 from tierstore.policies import LRU
 from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
 from tierstore.store import BlockStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
+    from tierstore.adapters.attention.lanes import Admitted
     from tierstore.adapters.attention.rules import Rules
     from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
-    from tierstore.policies.profile import Amounts
+
+Failures = dict[int, Exception]
+"""Lane to the error that ended its sequence."""
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
 
+
 class Batch:
-    """The stored past of some sequences.
+    """The stored past of some sequences, each in a lane of its own.
 
     Parameters
     ----------
-    tokens: tokens of the longest sequence in the first call, to reserve room.
+    admitted: what each of the first sequences is let in for, to reserve room.
     scale: factor on the logits.
     """
 
@@ -57,24 +60,23 @@ class Batch:
         rules: Rules,
         layout: BlockLayout,
         tiers: Sequence[Tier],
-        sequences: int,
-        tokens: int,
+        admitted: Sequence[Admitted],
         scale: float,
     ) -> None:
         geometry, preset = rules.geometry, rules.preset
         self.rules, self.scale = rules, scale
-        self.tokens: Pointers = np.zeros(sequences, np.int64)
-        rows = geometry.layers * sequences * geometry.kv_heads
-        blocks = max(0, tokens - preset.sinks - preset.local) // preset.block_tokens
+        self.lanes = Lanes(admitted)
+        rows = geometry.layers * geometry.kv_heads
+        blocks = self.lanes.blocks(preset)
         policies: list[EvictionPolicy] = [LRU() for _ in tiers[1:]]
-        self._profile: ReuseProfile | None = None
+        profile: ReuseProfile | None = None
         if rules.recalibrate is not None:
-            policies[0] = self._profile = ReuseProfile(preset.policy(), rules.recalibrate // 4)
+            policies[0] = profile = ReuseProfile(preset.policy(), rules.recalibrate // 4)
         elif policies:
             policies[0] = preset.policy()
-        self.plan = rules.plan
-        """How window and budget are shared out now; None for alike."""
-        self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
+        self.store = BlockStore(
+            layout, tiers, policies, segments=rows * len(admitted), blocks_each=int(blocks.max())
+        )
         self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
         self._device_scratch = (
@@ -86,15 +88,19 @@ class Batch:
             geometry.kv_heads,
         )  # fmt: skip
         self.layers = [
-            Layer(geometry, preset, self.store, preset.index(index_shape), device_memory, sequences)
+            Layer(
+                geometry, preset, self.store, preset.index(index_shape), device_memory,
+                len(admitted),
+            )
             for _ in range(geometry.layers)
-        ]
-        reserve_backing(self.store, rows * blocks)
-        fit_middle_tiers(self.store, rows * blocks)
-        self._is_fitted = False
-        self._most_residents = 0
+        ]  # fmt: skip
+        reserve_backing(self.store, rows * int(blocks.sum()))
+        fit_middle_tiers(self.store, rows * int(blocks.sum()))
+        self.sharing = Sharing(rules, self.store, self.layers, self.lanes, profile)
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
+        self._late: Failures = {}
+        """Of lanes whose tokens could not leave the strip for blocks, until it is told."""
         self._attending = Attending(self.store, rules, scale, self._device_scratch)
         kind = SPECULATIVE.get(rules.schedule, Stages)
         memories = device_memory, self.store.memory
@@ -103,6 +109,7 @@ class Batch:
     def settle(self) -> None:
         """Return when nothing is under way any more; raise what went wrong with it."""
         self._stages.settle()
+        self._end_late(None)
 
     def close(self) -> None:
         """End what is under way."""
@@ -112,6 +119,11 @@ class Batch:
     def attended(self) -> dict[int, list[list[int]]]:
         """Tokens that each row of a layer attended to in its last step, if they are recorded."""
         return self._attending.positions
+
+    @property
+    def tokens(self) -> Pointers:
+        """Tokens of the sequence in each lane."""
+        return self.lanes.tokens
 
     @property
     def index_bytes(self) -> int:
@@ -127,50 +139,50 @@ class Batch:
         key: torch.Tensor,
         value: torch.Tensor,
         valid: torch.Tensor | None,
+        lanes: Sequence[int],
     ) -> torch.Tensor:
         """Exact attention of new tokens [B, ., T, .] over past and themselves; then store them."""
-        self._begin_change()
+        self._begin_change(lanes)
         layer, new = self.layers[number], query.shape[2]
-        starts = layer.is_empty
+        starts = layer.is_empty(lanes)
         if number == 0:
             counts = new if valid is None else valid.sum(1).cpu().numpy()
-            self.tokens = self.tokens + counts
+            self.tokens[lanes] += counts
         if starts and (valid is None or bool(valid.all())):
             out = exact.causal(query, key, value, self.scale).transpose(1, 2)
-            for sequence in range(layer.sequences):
-                self._store(number, sequence, query[sequence], key[sequence], value[sequence])
+            for row, lane in enumerate(lanes):
+                self._store(number, lane, query[row], key[row], value[row])
             return out
-        out = query.new_zeros(layer.sequences, new, query.shape[1], value.shape[-1])
-        for sequence in range(layer.sequences):
-            chosen = slice(None) if valid is None else valid[sequence].nonzero()[:, 0]
-            q, k, v = (
-                query[sequence][:, chosen],
-                key[sequence][:, chosen],
-                value[sequence][:, chosen],
-            )
+        out = query.new_zeros(len(lanes), new, query.shape[1], value.shape[-1])
+        for row, lane in enumerate(lanes):
+            chosen = slice(None) if valid is None else valid[row].nonzero()[:, 0]
+            q, k, v = query[row][:, chosen], key[row][:, chosen], value[row][:, chosen]
             if starts:
                 part = exact.causal(q[None], k[None], v[None], self.scale)[0]
             else:
-                part = exact.over_past(q, k, v, layer.past(sequence, self._staging()), self.scale)
-            out[sequence, chosen] = part.transpose(0, 1).to(out.dtype)
-            self._store(number, sequence, q, k, v)
+                part = exact.over_past(q, k, v, layer.past(lane, self._staging()), self.scale)
+            out[row, chosen] = part.transpose(0, 1).to(out.dtype)
+            self._store(number, lane, q, k, v)
         return out
 
     def absorb(
         self, number: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None
     ) -> None:
         """Store new tokens [B, ., T, .] without attending; `query`: the last ones', if known."""
-        self._begin_change()
+        self._begin_change(range(len(self.lanes)))
         if number == 0:
-            self.tokens = self.tokens + key.shape[2]
+            self.tokens += key.shape[2]
         for sequence in range(self.layers[number].sequences):
             last = None if query is None else query[sequence]
             self._store(number, sequence, last, key[sequence], value[sequence])
 
-    def _begin_change(self) -> None:
-        """Before what no step does."""
+    def _begin_change(self, lanes: Sequence[int] = ()) -> None:
+        """Before what no step does; raise what went wrong in `lanes` as tokens became blocks."""
         self._stages.settle()
         self._stages.forget()
+        for lane in lanes:
+            if lane in self._late:
+                raise self._late.pop(lane)
 
     def _staging(self) -> Bytes:
         shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
@@ -196,73 +208,16 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        homes = None if last is None else self._homes(layer, sealed, last)
+        homes = None if last is None else self.sharing.homes(layer, sealed, last, self.scale)
         layer.store_tokens(sealed, homes)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
         first_block = int(layer.blocks[layer.rows(sealed.sequence)][0])
         layer.index_tokens(sealed, IndexContext(first_block, last))
-        if self.store.backing > 0 and (number == 0 or not self._is_fitted):
-            self._fit_tiers(0 if self._is_fitted else self._index_to_come(layer, sealed))
-            self._is_fitted = True
-
-    def _index_to_come(self, layer: Layer, sealed: Sealed) -> int:
-        """Device bytes that the index of all other layers and sequences will take, by the first."""
-        indexed = sealed.keys.shape[1] * layer.heads
-        expected = int(self.tokens.sum()) * layer.heads * len(self.layers)
-        so_far = self._device_memory.by_purpose().get("index", 0)
-        return so_far * (expected - indexed) // indexed
-
-    def _fit_tiers(self, index_to_come: int) -> None:
-        """Share the tiers out anew, as the context has grown."""
-        rules, layer = self.rules, self.layers[0]
-        stored = self.tokens // rules.preset.block_tokens + 1
-        useful = self._per_head(stored)
-        if rules.window is not None:
-            windows = rules.window if self.plan is None else self.plan.windows[:, None]
-            useful = np.minimum(np.ceil(self._per_head(self.budgets()) * windows), useful)
-        wanted = useful.astype(np.int64).reshape(-1)
-        self._most_residents = int(wanted.max()) if rules.attends_residents else 0
-        fit_top_tier(self.store, self._segments(), wanted, index_to_come)
-        blocks = (
-            int(self.tokens.sum()) // rules.preset.block_tokens * layer.heads * len(self.layers)
-        )
-        fit_middle_tiers(self.store, blocks)
-
-    def _segments(self) -> Ids:
-        """Segments of all layers: (layer, sequence, KV head), the last changing fastest."""
-        return np.concatenate([layer.segments for layer in self.layers])
-
-    def _per_head(self, per_sequence: Pointers) -> Amounts:
-        """A number of each sequence for all its heads: float64 [layers, sequences, KV heads]."""
-        shape = len(self.layers), len(per_sequence), self.layers[0].heads
-        return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
-
-    def _homes(self, layer: Layer, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
-        """The tier where each sealed block gets its first copy beside the backing one."""
-        store = self.store
-        if store.backing == 0:
-            return None
-        weight = exact.importance(
-            last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale
-        )
-        segments = len(self.layers) * len(layer.segments)
-        middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
-        top = store.quota(layer.segments[layer.rows(sealed.sequence)])
-        room: list[int | Pointers] = [top, *middle]
-        return assign_homes(weight.cpu().numpy(), room)
+        self.sharing.index_grew(layer, sealed, self._device_memory)
 
     # One new token per sequence
-
-    def budgets(self) -> Pointers:
-        """Blocks that a row of each sequence may select, at least one and at most all."""
-        budget, size = self.rules.budget, self.rules.preset.block_tokens
-        share = (
-            self.tokens * budget if isinstance(budget, float) else self.tokens * 0 + float(budget)
-        )
-        blocks: Pointers = np.clip(np.ceil(share / size - 1e-9), 1, self.tokens // size + 1)
-        return blocks.astype(np.int64)
 
     def step(
         self,
@@ -272,9 +227,14 @@ class Batch:
         value: torch.Tensor,
         valid: torch.Tensor | None,
         next_query: torch.Tensor | None = None,
+        failures: Failures | None = None,
     ) -> torch.Tensor:
-        """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every sequence."""
+        """Select, judge, fetch, attend, update: one token [B, ., 1, .] in every lane.
+
+        failures: takes the error of each lane that fails; without it, the first one is raised.
+        """
         self._stages.settle_updates()
+        self._end_late(failures)
         layer, geometry = self.layers[number], self.rules.geometry
         if number == 0:
             self._begin_step(valid)
@@ -285,13 +245,16 @@ class Batch:
         out = query.new_empty((rows, geometry.group, geometry.value_size))
         q, guess = self._rows_of(query), None if next_query is None else self._rows_of(next_query)
         if self._has_blocks:
-            self._stages.attend(number, q, self._budgets, self._most_residents, out, guess)
+            self._attend_blocks(number, q, guess, out, failures)
         else:
             self._attending.take_work_space(layer, 0)
             self._attending.attend(layer, q, nothing(rows), as_array(out))
             self._attending.note(number, layer, nothing(rows), is_first=True)
-        if self._full:
-            self._stages.update(number, partial(self._seal, number, self._full, key, value))
+        full = [lane for lane in self._full if self.lanes.live[lane]]
+        if full:
+            self._stages.update(number, partial(self._seal, number, full, key, value))
+            if not self._stages.is_overlapped:
+                self._end_late(failures)
         return out.view(layer.sequences, 1, geometry.query_heads, geometry.value_size)
 
     def _rows_of(self, query: torch.Tensor) -> Array:
@@ -300,29 +263,33 @@ class Batch:
         return as_array(query.reshape(-1, geometry.group, geometry.head_dim))
 
     def _seal(
-        self, number: int, sequences: Sequence[int], key: torch.Tensor, value: torch.Tensor
+        self, number: int, lanes: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Let tokens leave the strips of sequences for blocks. key, value: [B, ., 1, .]."""
+        """Let tokens leave the strips of lanes for blocks. key, value: [B, ., 1, .]."""
         layer = self.layers[number]
-        for sequence in sequences:
-            sealed = layer.absorb(sequence, key[sequence, :, :0], value[sequence, :, :0])
-            assert sealed is not None
-            self._index(number, sealed, None)
-            layer.store_tokens(sealed, None)
+        for lane in lanes:
+            try:
+                sealed = layer.absorb(lane, key[lane, :, :0], value[lane, :, :0])
+                assert sealed is not None
+                self._index(number, sealed, None)
+                layer.store_tokens(sealed, None)
+            except Exception as error:  # noqa: BLE001 (`_end_late` raises it, or ends the lane)
+                self._late[lane] = error
+
+    def _end_late(self, failures: Failures | None) -> None:
+        """Tell what went wrong as tokens became blocks; see `step`."""
+        late, self._late = self._late, {}
+        for lane, error in late.items():
+            with self._contained(lane, failures):
+                raise error
 
     def _begin_step(self, valid: torch.Tensor | None) -> None:
         """What is the same in every layer of a step; the layers are in the same state."""
         layer = self.layers[0]
-        self._keep = (
-            np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
-        )
-        self.tokens = self.tokens + self._keep
-        self._recalibrate()
-        budgets = self._per_head(self.budgets())
-        if self.plan is not None:
-            budgets = np.maximum(np.rint(budgets * self.plan.shares[:, None]), 1)
-        rows = budgets.reshape(len(self.layers), -1)
-        self._budgets: Ids = np.minimum(rows, layer.blocks).astype(np.int32)
+        taking = np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
+        self._keep = taking & self.lanes.live
+        self.tokens[:] += self._keep
+        self._budgets: Ids = self.sharing.of_step(self._keep)
         self._has_blocks = bool(layer.blocks.any())
         fetched = self.store.metrics.fetched
         if self._fetched is not None:
@@ -338,42 +305,99 @@ class Batch:
         if not can_stay(self.store):
             return None
         shape = self._attending.shape
-        share = float(self.budgets().sum()) * shape.tokens / float(self.tokens.sum())
+        share = float(self.sharing.budgets().sum()) * shape.tokens / float(self.tokens.sum())
         return Places(
-            self.rules, self.store, shape, self._scratch, self.scale, self.plan, len(self.tokens),
-            min(1.0, share),
+            self.rules, self.store, shape, self._scratch, self.scale, self.sharing.plan,
+            len(self.lanes), min(1.0, share),
         )  # fmt: skip
 
-    def _recalibrate(self) -> None:
-        """Once enough steps were counted, share the windows out by what they selected."""
-        profile, rules = self._profile, self.rules
-        if profile is None or rules.recalibrate is None or profile.steps < rules.recalibrate:
-            return
-        profile.is_counting = False
-        self._profile = None
-        self.plan = live_plan(
-            profile, self._segments(), self._per_head(self.budgets()), rules, self.plan
-        )
-        self._fit_tiers(0)
+    def _attend_blocks(
+        self,
+        number: int,
+        query: Array,
+        guess: Array | None,
+        out: torch.Tensor,
+        failures: Failures | None,
+    ) -> None:
+        """Attend to what the index selects, all lanes together or, if that fails, one by one."""
+        stages, most = self._stages, self.sharing.most_residents
+        try:
+            stages.attend(number, query, self._budgets, most, out, guess)
+        except Exception:
+            if failures is None:
+                raise
+            for lane in np.flatnonzero(self.lanes.live).tolist():
+                rows = self.layers[number].rows(lane)
+                with self._contained(lane, failures):
+                    stages.attend_rows(number, rows, query, self._budgets, most, out)
 
-    # Rows
+    @contextmanager
+    def _contained(self, lane: int, failures: Failures | None) -> Iterator[None]:
+        """Let an error end the sequence of one lane, and no other."""
+        try:
+            yield
+        except Exception as error:
+            if failures is None:
+                raise
+            failures[lane] = error
+            self.give_up(lane, error)
 
-    def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens of every sequence."""
+    # Lanes
+
+    def admit(self, lane: int, admitted: Admitted) -> None:
+        """Let a new sequence have a free lane, which is made if there is none of that number.
+
+        CapacityError, and no change, if it does not fit beside what the others were promised.
+        """
+        self._begin_change()
+        more = 0 if lane < len(self.lanes) else max(1, len(self.lanes) // 4)
+        lanes = self.lanes.with_more(more)
+        lanes.enter(lane, admitted)
+        check_room(self.store, self.layers, self.rules.preset, lanes)
+        for layer in self.layers if more else ():
+            layer.grow(more)
+        blocks = int(lanes.blocks(self.rules.preset).sum())
+        reserve_backing(self.store, blocks * self.layers[0].heads * len(self.layers))
+        self._use(lanes)
+
+    def give_up(self, lane: int, error: Exception) -> None:
+        """Free a lane whose sequence `error` has ended."""
+        try:
+            self.clear(lane)
+        except TierstoreError as another:
+            error.add_note(f"forgetting the sequence: {another}")
+
+    def clear(self, lane: int) -> None:
+        """Free a lane; the first error of a policy is raised when all is done."""
+        self._begin_change()
+        self._late.pop(lane, None)
+        self.lanes.leave(lane)
+        errors = []
+        for layer in self.layers:
+            try:
+                layer.clear(lane)
+            except TierstoreError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def crop(self, tokens: int, lanes: Sequence[int]) -> None:
+        """Forget the last `tokens` tokens of the sequences in `lanes`."""
         self._begin_change()
         for layer in self.layers:
-            for sequence in range(layer.sequences):
-                layer.crop(sequence, tokens)
-        self.tokens = self.tokens - tokens
+            for lane in lanes:
+                layer.crop(lane, tokens)
+        self.tokens[lanes] -= tokens
 
     def arrange(self, sources: Sequence[int]) -> None:
-        """Let sequence i be what sequence ``sources[i]`` was."""
+        """Let lane i be what lane ``sources[i]`` was."""
         self._begin_change()
         for layer in self.layers:
             layer.arrange(sources)
-        self.tokens = self.tokens[list(sources)]
-        if self._profile is not None:
-            self._profile.restart()
+        self._use(self.lanes.arranged(sources))
+
+    def _use(self, lanes: Lanes) -> None:
+        self.lanes = self.sharing.lanes = lanes
+        self.attended.clear()
         self._stages.places = None
-        if self._is_fitted:
-            self._fit_tiers(0)
+        self.sharing.sequences_changed()

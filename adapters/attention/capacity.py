@@ -35,17 +35,25 @@ def fit_middle_tiers(store: BlockStore, blocks: int) -> None:
             store.resize(level, wanted)
 
 
-def fit_top_tier(store: BlockStore, segments: Ids, wanted: Pointers, reserved_bytes: int) -> None:
+def fit_top_tier(
+    store: BlockStore,
+    segments: Ids,
+    wanted: Pointers,
+    reserved_bytes: int,
+    sequences: Pointers | None = None,
+) -> None:
     """Give each segment, a domain of its own, its share of the top tier.
 
     Parameters
     ----------
-    wanted: blocks that each segment could use. All get that if it fits, else the same share of it.
+    wanted: blocks that each segment could use. All get that if it fits. If not, sequences get
+        `fair_shares`, and the segments of one the same share of what they want.
     reserved_bytes: room to leave for other data of the tier that is still to come.
+    sequences: the sequence of each segment; None for one sequence.
     """
     tier, size = store.tiers[0], store.layout.block_bytes
-    total = int(np.maximum(wanted, 1).sum())
-    slots = min(total, store.limit(0) - -(-reserved_bytes // size))
+    wanted = np.maximum(wanted, 1)
+    slots = min(int(wanted.sum()), store.limit(0) - -(-reserved_bytes // size))
     if slots < len(segments):
         other = 0 if tier.memory is None else tier.memory.used_bytes - tier.memory.slot_bytes
         needed = other + reserved_bytes + len(segments) * size
@@ -54,10 +62,31 @@ def fit_top_tier(store: BlockStore, segments: Ids, wanted: Pointers, reserved_by
             f"({format_size(other + reserved_bytes)}) and at least one block per layer and KV "
             f"head: raise {tier.name}= to more than {format_size(needed)}"
         )
-    beyond_one = np.maximum(wanted - 1, 0)
-    quota = 1 + beyond_one * (slots - len(segments)) // max(int(beyond_one.sum()), 1)
+    quota = _quotas(wanted, slots, np.zeros_like(wanted) if sequences is None else sequences)
     if slots > tier.capacity:
         store.resize(0, slots)
-    store.set_quota(segments, np.minimum(quota, np.maximum(wanted, 1)))
+    store.set_quota(segments, quota)
     if slots < tier.capacity:
         store.resize(0, slots)
+
+
+def _quotas(wanted: Pointers, slots: int, sequences: Pointers) -> Pointers:
+    """Blocks of each segment, from 1 to what it wants, and no more than `slots` together."""
+    beyond_one = wanted - 1
+    of_sequence = np.bincount(sequences, beyond_one).astype(np.int64)
+    shares = fair_shares(of_sequence, slots - len(wanted))
+    return 1 + beyond_one * shares[sequences] // np.maximum(of_sequence, 1)[sequences]
+
+
+def fair_shares(wanted: Pointers, total: int) -> Pointers:
+    """Max-min fair shares, int64 [n]: as much as wanted, or as much as anybody gets.
+
+    So none gets more by another's wanting more than all can have, and what one does not want is
+    the others'.
+    """
+    shares: Pointers = np.empty_like(wanted)
+    order = np.argsort(wanted, kind="stable")
+    for place, each in enumerate(order.tolist()):
+        shares[each] = min(int(wanted[each]), total // (len(wanted) - place))
+        total -= int(shares[each])
+    return shares

@@ -5,29 +5,35 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import torch
-
-from tierstore import kernels
-from tierstore.adapters.attention.batch import Batch
+from tierstore.adapters.attention.admission import check_first
+from tierstore.adapters.attention.batch import Batch, Failures
+from tierstore.adapters.attention.calls import check_query, check_tokens, check_valid
 from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
+from tierstore.adapters.attention.lanes import Admitted, Lanes
+from tierstore.adapters.attention.passes import Passes
 from tierstore.adapters.attention.places import check_where
 from tierstore.adapters.attention.planning import check_planning, plan_for, tuned, window_for
-from tierstore.adapters.attention.report import Report, TierReport
+from tierstore.adapters.attention.reporting import report_of
 from tierstore.adapters.attention.rules import Rules, filter_for, schedule_for
+from tierstore.adapters.attention.spread import Spread
 from tierstore.adapters.presets import Preset, preset_named
-from tierstore.errors import ConfigError
+from tierstore.arguments import check_whole
+from tierstore.errors import ConfigError, PolicyError
 from tierstore.hardware import PRESETS
 from tierstore.layout import BlockLayout
-from tierstore.metrics import StoreMetrics
-from tierstore.sizes import parse_budget
+from tierstore.sizes import MOST, parse_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.report import Report
     from tierstore.adapters.attention.rules import SelectionListener
     from tierstore.hardware import Hardware
     from tierstore.policies.plan import Plan
@@ -40,6 +46,9 @@ class SparseAttention:
 
     Attention is exact while several new tokens come at once (prefill, a second turn); for a single
     new token per sequence it is sparse: over sinks, local window and the selected blocks.
+
+    Sequences come all together, with the first `attend`; or they join and leave while others run,
+    with `add_sequence` and `finish`, and make their tokens in `step`.
 
     One thread at a time.
 
@@ -145,9 +154,35 @@ class SparseAttention:
             schedule_name, micro_batch, timeline,
         )  # fmt: skip
         self._batch: Batch | None = None
-        self._next_layer = 0
+        self._passes = Passes(geometry.layers)
+        self._spread = Spread()
         self._is_closed = False
         self._process = os.getpid()
+
+    def add_sequence(self, tokens: int, *, budget: float | str | None = None) -> int:
+        """Let one more sequence in; returns its number. Its prompt comes next, with `attend`.
+
+        Parameters
+        ----------
+        tokens: that it may have in the end, prompt and new ones. As long as no sequence has more
+            than it was let in for, none runs out of room for its blocks.
+        budget: share of its context, or tokens, that a step selects; the engine's by default.
+
+        CapacityError if it does not fit beside what the others were let in for: nothing has changed
+        then. How much an index takes is learnt from the sequences there are; that of the first one
+        may turn out too large only while its prompt comes.
+        """
+        self._check_open()
+        self._passes.check_between()
+        check_whole("tokens", tokens, 1, MOST)
+        amount = self._rules.budget if budget is None else parse_budget(budget)
+        admitted, known = Admitted(tokens, amount), self._passes.sequences
+        lane = known.free_lane()
+        if self._batch is None:
+            check_first(Lanes([*known.admitted(), admitted]), self._rules, self._stack.tiers[-1])
+        else:
+            self._batch.admit(lane, admitted)
+        return known.enter(lane, admitted)
 
     def attend(
         self,
@@ -157,17 +192,21 @@ class SparseAttention:
         value: torch.Tensor,
         *,
         valid: torch.Tensor | None = None,
+        sequences: Sequence[int] | None = None,
         scale: float,
         next_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store new keys and values, then attend causally over everything stored in the layer.
 
-        Layers are called in order, 0 first, each once per forward pass.
+        Layers are called in order, 0 first, each once per forward pass. After an error, other than
+        a ConfigError for these arguments, the named sequences are at an end: `finish` them. Without
+        names everything is, and `reset` is the way on.
 
         Parameters
         ----------
         query: [B, Hq, T, d]. key, value: [B, Hkv, T, d] and [B, Hkv, T, e], the new tokens only.
         valid: bool [B, T]; False marks padding, which is not stored. None: all are text.
+        sequences: whose tokens these are, B numbers; by default all sequences'.
         scale: factor on the logits, the same at every call.
         next_query: [B, Hq, 1, d], a guess of what the next layer will ask. The schedule
             ``"previous-layer"`` fetches by it; to all others it means nothing.
@@ -176,27 +215,89 @@ class SparseAttention:
         -------
         [B, T, Hq, e] in the query's dtype; at padding it is finite and means nothing.
         """
-        if query.shape[1::2] != (self.geometry.query_heads, self.geometry.head_dim):
-            raise ConfigError(
-                f"query of shape {tuple(query.shape)}: expected [B, Hq, T, d] of {self.geometry}"
-            )
-        if query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2]:
-            raise ConfigError(
-                f"query {tuple(query.shape)} beside key {tuple(key.shape)}: expected the same "
-                "sequences and tokens in both"
-            )
-        if valid is not None and (valid.dtype != torch.bool or valid.shape != key.shape[::2]):
-            raise ConfigError(
-                f"valid of shape {tuple(valid.shape)}, {valid.dtype}: expected bool "
-                f"{tuple(key.shape[::2])}"
-            )
-        batch = self._batch_for(layer, key, value, scale)
-        if query.shape[2] == 1 and not batch.layers[layer].is_empty:
-            out = batch.step(layer, query, key, value, valid, next_query)
-        else:
-            out = batch.extend(layer, query, key, value, valid)
-        self._next_layer = (layer + 1) % self.geometry.layers
+        check_query(self.geometry, query, key)
+        check_valid(valid, key)
+        named = self._named(layer, key, value, sequences, scale)
+        with self._one_layer(layer, key, named, scale, ends_all=sequences is None) as batch:
+            lanes = self._passes.lanes
+            if query.shape[2] > 1 or batch.layers[layer].is_empty(lanes):
+                return batch.extend(layer, query, key, value, valid, lanes)
+            return self._step(batch, layer, (query, key, value), valid, None, next_query)
+
+    def step(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        sequences: Sequence[int] | None = None,
+        scale: float,
+    ) -> torch.Tensor:
+        """One more token of each sequence, like `attend`; a failure ends no sequence but its own.
+
+        A sequence is at an end when its blocks cannot be read, written or evicted, or its keys are
+        not finite as they are indexed. `failures` then has the error; its blocks are forgotten, and
+        it is held until `finish`. Its output means nothing from that layer on.
+
+        Parameters
+        ----------
+        query: [B, Hq, 1, d]. key, value: [B, Hkv, 1, d] and [B, Hkv, 1, e].
+        sequences: whose tokens these are, B numbers, the same in all layers of a pass; by default
+            all that are not at an end. Each has had its prompt.
+
+        Returns
+        -------
+        [B, 1, Hq, e] in the query's dtype.
+        """
+        check_query(self.geometry, query, key)
+        if query.shape[2] != 1:
+            raise ConfigError(f"query of shape {tuple(query.shape)}: expected T = 1 token")
+        passes, failed = self._passes, Failures()
+        if sequences is None:
+            sequences = passes.taking if layer else self.sequences
+        named = self._named(layer, key, value, sequences, scale)
+        if layer == 0:
+            self._check_prompts(named)
+        with self._one_layer(layer, key, named, scale, ends_all=False) as batch:
+            out = self._step(batch, layer, (query, key, value), None, failed)
+        for sequence, lane in zip(named, passes.lanes, strict=True):
+            if lane in failed:
+                passes.sequences.failures[sequence] = failed[lane]
         return out
+
+    def finish(self, sequence: int) -> None:
+        """Forget a sequence; what it had is shared out between the others.
+
+        In the middle of a pass in which it takes part, the pass is given up, and the others that
+        take part are at an end. PolicyError if a policy raises when it hears of it; the sequence is
+        gone then, too.
+        """
+        self._check_open()
+        passes, batch = self._passes, self._batch
+        lane = passes.sequences.lane(sequence)
+        if passes.next_layer > 0 and sequence in passes.taking:
+            self._end(passes.taking, ConfigError("a forward pass of several was given up"))
+        passes.check_between()
+        if batch is not None and batch.lanes.live[lane]:
+            try:
+                batch.clear(lane)
+            except PolicyError:
+                passes.sequences.leave(sequence)
+                raise
+        passes.sequences.leave(sequence)
+        if batch is not None:
+            batch.sharing.sequences_changed()
+
+    @property
+    def sequences(self) -> list[int]:
+        """Numbers of the sequences that run, in the order in which they came."""
+        return self._passes.sequences.whole
+
+    @property
+    def failures(self) -> Mapping[int, Exception]:
+        """What ended each sequence that is at an end and not finished."""
+        return MappingProxyType(self._passes.sequences.failures)
 
     def absorb(
         self,
@@ -218,35 +319,46 @@ class SparseAttention:
             in the upper tiers; without them, tiers fill as blocks are used.
         scale: factor on the logits, the same at every call.
         """
-        self._batch_for(layer, key, value, scale).absorb(layer, key, value, query)
-        self._next_layer = (layer + 1) % self.geometry.layers
+        named = self._named(layer, key, value, None, scale)
+        with self._one_layer(layer, key, named, scale, ends_all=True) as batch:
+            batch.absorb(layer, key, value, query)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences."""
-        batch = self._stored()
-        if not rows or min(rows) < 0 or max(rows) >= len(batch.tokens):
-            raise ConfigError(
-                f"rows={list(rows)}: expected numbers from 0 to {len(batch.tokens) - 1}"
-            )
-        if list(rows) != list(range(len(batch.tokens))):
-            with self._changing():
-                batch.arrange(rows)
+        """Make sequence i what the ``rows[i]``-th was: reorders, drops and duplicates sequences.
 
-    def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens of every sequence in every layer."""
-        batch = self._stored()
-        if not 0 <= tokens <= int(batch.tokens.min()):
+        They are numbered anew, from 0.
+        """
+        batch, known = self._stored(), self._passes.sequences
+        if not rows or min(rows) < 0 or max(rows) >= len(known.numbers):
             raise ConfigError(
-                f"crop of {tokens} tokens: expected 0 to {batch.tokens.min()}, the shortest text"
+                f"rows={list(rows)}: expected numbers from 0 to {len(known.numbers) - 1}"
             )
-        with self._changing():
-            batch.crop(tokens)
+        chosen = [known.numbers[row] for row in rows]
+        known.lanes(list(dict.fromkeys(chosen)))
+        sources = [known.lane(each) for each in chosen]
+        if sources != list(range(len(batch.lanes))):
+            with self._passes.changing():
+                batch.arrange(sources)
+        self._passes.sequences = known.renumbered(chosen)
+
+    def crop(self, tokens: int, *, sequences: Sequence[int] | None = None) -> None:
+        """Forget the last `tokens` tokens of `sequences`, by default of all, in every layer."""
+        batch, known = self._stored(), self._passes.sequences
+        self._passes.check_between()
+        lanes = known.lanes(known.numbers if sequences is None else sequences)
+        shortest = int(batch.tokens[lanes].min(initial=MOST))
+        if not 0 <= tokens <= shortest:
+            raise ConfigError(
+                f"crop of {tokens} tokens: expected 0 to {shortest}, the shortest text"
+            )
+        with self._passes.changing():
+            batch.crop(tokens, lanes)
 
     def reset(self) -> None:
         """Forget everything; the next call may bring another number of sequences."""
         self._check_open()
         self._end_batch()
-        self._next_layer = 0
+        self._passes = Passes(self.geometry.layers)
         self._rules.hysteresis.reset()
         self._stack.clear()
 
@@ -271,7 +383,7 @@ class SparseAttention:
     @property
     def plan(self) -> Plan | None:
         """How window and budget are shared out now; None for alike."""
-        return self._rules.plan if self._batch is None else self._batch.plan
+        return self._rules.plan if self._batch is None else self._batch.sharing.plan
 
     def attended(self, layer: int) -> list[list[int]]:
         """Positions of the tokens that each row (sequence x KV head) attended to in the last step.
@@ -287,104 +399,90 @@ class SparseAttention:
 
     def report(self) -> Report:
         """What was stored, moved and attended since the engine was made or reset."""
-        batch, rules, tiers = self._batch, self._rules, self._stack.tiers
-        metrics = batch.store.metrics if batch else StoreMetrics([tier.name for tier in tiers])
-        return Report(
-            preset=rules.preset.name,
-            budget=rules.budget,
-            context_tokens=int(batch.tokens.max()) if batch else 0,
-            block_tokens=rules.preset.block_tokens,
-            window=self._window(),
-            selected_blocks=metrics.selected,
-            hit_rate=metrics.hit_rate,
-            fetched_bytes=metrics.fetched * self.layout.block_bytes,
-            filtered_bytes=metrics.filtered * self.layout.block_bytes,
-            hysteresis=rules.hysteresis.delta,
-            index_bytes=batch.index_bytes if batch else 0,
-            kernels=kernels.backend_of(tiers[0].view),
-            tiers=tuple(
-                TierReport(
-                    name=tier.name,
-                    medium=tier.medium,
-                    limit_bytes=tier.memory.limit_bytes if tier.memory else None,
-                    peak_bytes=tier.memory.peak_bytes if tier.memory else tier.used_bytes,
-                    hits=counters.hits,
-                    bytes_read=counters.bytes_read,
-                    bytes_written=counters.bytes_written,
-                    evictions=counters.evictions,
-                    used_for=tier.memory.by_purpose()
-                    if tier.memory
-                    else {"slots": tier.used_bytes},
-                )
-                for tier, counters in zip(tiers, metrics.tiers, strict=True)
-            ),
-        )
+        return report_of(self._batch, self._rules, self._stack.tiers, self.layout)
 
-    def _window(self) -> float | None:
-        """The fast tier's capacity in budgets, as it came out."""
-        batch = self._batch
-        if self._rules.window is None or batch is None or not batch.tokens.any():
-            return self._rules.window
-        selected = int(batch.budgets().sum()) * self.geometry.kv_heads * self.geometry.layers
-        return min(self._rules.window, self._stack.tiers[0].capacity / selected)
+    def _named(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequence[int] | None,
+        scale: float,
+    ) -> list[int]:
+        """Whose tokens come; ConfigError for a call that cannot be the next."""
+        check_tokens(self.geometry, key, value)
+        self._check_open()
+        named = self._passes.named(layer, key.shape[0], sequences)
+        if self._batch is not None and scale != self._batch.scale:
+            raise ConfigError(
+                f"scale={scale}: expected {self._batch.scale}, as in the calls before"
+            )
+        return named
 
-    def _batch_for(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> Batch:
-        """The batch that keys [B, Hkv, T, d] belong to; the first ones start it.
+    @contextmanager
+    def _one_layer(
+        self, layer: int, key: torch.Tensor, named: list[int], scale: float, *, ends_all: bool
+    ) -> Iterator[Batch]:
+        """One layer of a pass of the `named` sequences; the first tokens start the batch.
 
-        No layer is next until the call has succeeded: half a pass is worth nothing.
+        An error ends these sequences, or with `ends_all` everything.
         """
-        batch, geometry = self._batch, self.geometry
-        if (
-            key.shape[1::2] != (geometry.kv_heads, geometry.head_dim)
-            or value.shape[1::2] != (geometry.kv_heads, geometry.value_size)
-            or key.shape[:3] != value.shape[:3]
-            or not key.dtype == value.dtype == geometry.dtype
-        ):
-            raise ConfigError(
-                f"key {tuple(key.shape)} of {key.dtype} and value {tuple(value.shape)} of "
-                f"{value.dtype}: expected [B, heads, T, dim] of {geometry}"
-            )
-        self._check_whole()
-        if batch is not None and len(batch.tokens) != key.shape[0]:
-            raise ConfigError(
-                f"{key.shape[0]} sequences come, {len(batch.tokens)} are stored: "
-                "reset() or select_rows() first"
-            )
-        if batch is not None and scale != batch.scale:
-            raise ConfigError(f"scale={scale}: expected {batch.scale}, as in the calls before")
-        if layer != self._next_layer:
-            raise ConfigError(
-                f"layer {layer} comes, layer {self._next_layer} is next: call every layer once per "
-                "pass, in order"
-            )
-        self._next_layer = -1
-        if batch is None:
-            sequences, _, tokens, _ = key.shape
-            batch = self._batch = Batch(
-                self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
-            )
-        return batch
+        passes, known = self._passes, self._passes.sequences
+        if not known.numbers:
+            promised = Admitted(key.shape[2], self._rules.budget)
+            named = [known.enter(lane, promised) for lane in range(key.shape[0])]
+        passes.begin(layer, named)
+        try:
+            if self._batch is None:
+                self._batch = Batch(
+                    self._rules, self.layout, self._stack.tiers, known.admitted(), scale
+                )
+            yield self._batch
+        except Exception as error:
+            if not ends_all:
+                self._end(named, error)
+            raise
+        passes.succeed(layer)
+
+    def _end(self, sequences: Sequence[int], error: Exception) -> None:
+        """Give the running pass up: `error` has ended these sequences."""
+        known, batch = self._passes.sequences, self._batch
+        for each in sequences:
+            lane = known.lane(each)
+            known.failures.setdefault(each, error)
+            if batch is not None and batch.lanes.live[lane]:
+                batch.give_up(lane, error)
+        self._passes.next_layer = 0
+
+    def _check_prompts(self, named: Sequence[int]) -> None:
+        lanes = self._passes.sequences.lanes(named)
+        if self._batch is None or not self._batch.tokens[lanes].all():
+            raise ConfigError(f"sequences {list(named)}: expected such that have had their prompt")
+
+    def _step(
+        self,
+        batch: Batch,
+        layer: int,
+        token: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        valid: torch.Tensor | None,
+        failed: Failures | None,
+        next_query: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A step of the lanes of the running pass; `token` is query, key and value."""
+        spread = self._spread
+        spread.over(self._passes.lanes, len(batch.lanes), self.geometry.device)
+        rows = [spread.out(*each) for each in zip(("query", "key", "value"), token, strict=True)]
+        taking = spread.taking
+        if valid is not None:
+            taking = valid if taking is None else taking & spread.out("valid", valid)
+        guess = None if next_query is None else spread.out("next query", next_query)
+        return spread.back(batch.step(layer, *rows, taking, guess, failed))
 
     def _stored(self) -> Batch:
         self._check_open()
         if self._batch is None:
             raise ConfigError("nothing is stored yet: run the model on a prompt first")
         return self._batch
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Between passes, and whole again only if the change succeeds."""
-        self._check_whole()
-        if self._next_layer != 0:
-            raise ConfigError(f"layer {self._next_layer} is next: finish the pass first")
-        self._next_layer = -1
-        yield
-        self._next_layer = 0
-
-    def _check_whole(self) -> None:
-        self._check_open()
-        if self._next_layer < 0:
-            raise ConfigError("an earlier call failed, and what is stored is incomplete: reset()")
 
     def _check_open(self) -> None:
         if self._is_closed:

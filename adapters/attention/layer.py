@@ -82,10 +82,9 @@ class Layer:
         """Tokens of each row, wherever they are."""
         return self.strip_length + self.blocks * np.int32(self._preset.block_tokens)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row has a token."""
-        return not self.strip_length.any()
+    def is_empty(self, sequences: Sequence[int]) -> bool:
+        """Whether none of these sequences has a token."""
+        return not self.strip_length[:: self.heads][list(sequences)].any()
 
     def rows(self, sequence: int) -> slice:
         """The rows of one sequence."""
@@ -172,6 +171,34 @@ class Layer:
         return tuple(
             parts[name].unflatten(0, (self.heads, count)).flatten(1, 2) for name in ("k", "v")
         )
+
+    def clear(self, sequence: int) -> None:
+        """Forget all tokens of a sequence; its rows stay, for another one.
+
+        CapacityError, and no change, if a block is leased; a policy's error comes when all is done.
+        """
+        rows = self.rows(sequence)
+        segments = self.segments[rows]
+        try:
+            self._store.renew(segments)
+        finally:
+            if not self._store.space.blocks[segments].any():
+                self.strip_length[rows] = self.blocks[rows] = 0
+                self.index.truncate(rows, 0)
+
+    def grow(self, sequences: int) -> None:
+        """Have rows for so many more sequences, after those there are, without tokens."""
+        rows = len(self.segments) + sequences * self.heads
+        for name in ("strip_key", "strip_value"):
+            old = getattr(self, name)
+            shape = (rows, *old.shape[1:])
+            setattr(self, name, self._memory.grow(old, shape, "sinks and local window"))
+        segments = self._store.open(rows - len(self.segments))
+        self.index.add_rows(segments)
+        none = np.zeros_like(segments)
+        self.segments = np.concatenate([self.segments, segments])
+        self.strip_length = np.concatenate([self.strip_length, none])
+        self.blocks = np.concatenate([self.blocks, none])
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forget the last `tokens` tokens of a sequence; its local window fills up from blocks."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.adapters.attention.selection import of_rows
 from tierstore.adapters.attention.step import LayerStep
 from tierstore.pipeline import STAGES, Pipeline, Task, perform, schedule
 from tierstore.scratch import Scratch
@@ -126,6 +127,36 @@ class Stages:
             step.compute(out)
 
         return {"select": select, "judge": step.judge, "fetch": step.fetch, "compute": compute}
+
+    def attend_rows(
+        self,
+        number: int,
+        rows: slice,
+        query: Array,
+        budgets: Ids,
+        most_residents: int,
+        out: torch.Tensor,
+    ) -> None:
+        """`attend` for some rows alone, one stage after the other, after an error with all."""
+        layer = self._layers[number]
+        every, alone = (
+            LayerStep(
+                self._store, self._rules, self._attending, layer, number, [of_step], [layer.index],
+                query, budgets[number], most_residents,
+            )
+            for of_step in (slice(0, len(layer.segments)), rows)
+        )  # fmt: skip
+        every.select_part(0)
+        assert every.selections[0] is not None
+        alone.selections = [of_rows(every.selections[0], rows)]
+        alone.take_work_space()
+        calls = {
+            "judge": alone.judge, "fetch": alone.fetch, "compute": lambda _: alone.compute(out)
+        }  # fmt: skip
+        try:
+            perform(schedule("sequential", 1, 1, _ATTENTION[1:]), calls, self._timeline)
+        finally:
+            alone.release()
 
     @property
     def is_overlapped(self) -> bool:

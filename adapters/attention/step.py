@@ -67,6 +67,10 @@ class LayerStep:
         """Ask the index with the true query, unless that has been done."""
         if self.selections[task.micro_batch] is None:
             self.select_part(task.micro_batch)
+        if self._rules.on_selection is not None:
+            selection = self.selections[task.micro_batch]
+            assert selection is not None
+            self._rules.on_selection(self.number, self.layer.blocks, selection)
 
     def select_part(self, part: int) -> None:
         """Ask the index for a micro-batch."""
@@ -75,10 +79,7 @@ class LayerStep:
         kernels.weigh_strips(
             query, layer.strip_key[rows], layer.strip_length[rows], self._attending.scale, beside
         )
-        selection = self._parts[part].select(query, self.budgets[rows], beside)
-        self.selections[part] = selection
-        if self._rules.on_selection is not None:
-            self._rules.on_selection(self.number, layer.blocks, selection)
+        self.selections[part] = self._parts[part].select(query, self.budgets[rows], beside)
 
     def adopt(self, guess: LayerStep) -> None:
         """Take over what another step selected and, as far as it fitted, fetched."""
@@ -126,13 +127,17 @@ class LayerStep:
             self.is_news[task.micro_batch] = False
 
     def compute(self, out: torch.Tensor) -> None:
-        """Attend with all rows, and then in turn to what does not fit the top tier at once."""
+        """Attend with all rows, and then in turn to what does not fit the top tier at once.
+
+        out: [R, G, e]; rows of no micro-batch stay as they are.
+        """
         layer, attending = self.layer, self._attending
+        every = slice(self.rows[0].start, self.rows[-1].stop)
         pending = [each for each in self._pending if each is not None]
         if self._below is None and all(each.is_whole for each in pending):
-            visit = self._attended(layer.segments, self._visits)
-            attending.attend(layer, self._query, visit, as_array(out))
-            attending.note(self.number, layer, visit, is_first=True)
+            visit = self._attended(layer.segments[every], self._visits)
+            attending.attend(layer, self._query, visit, as_array(out), rows=every)
+            attending.note(self.number, layer, visit, first_row=every.start, is_first=True)
             return
         result, merge = self._below, True
         if result is None:
@@ -146,7 +151,7 @@ class LayerStep:
             self._attend_rows(visit, part, result, merge=merge)
             for visit in () if each.is_whole else each.visits():
                 self._attend_rows(visit, part, result, merge=True, strips=False)
-        out.copy_(result)
+        out[every].copy_(result[every])
 
     def _attended(self, segments: Ids, visits: Sequence[Visit]) -> Visit:
         """What rows attend to whose selections have all come."""
@@ -159,8 +164,7 @@ class LayerStep:
         attending.attend(
             self.layer, self._query, visit, as_array(out), rows=rows, merge=merge, strips=strips
         )
-        first_row = rows.indices(len(self.layer.segments))[0]
-        attending.note(self.number, self.layer, visit, first_row=first_row, is_first=not merge)
+        attending.note(self.number, self.layer, visit, first_row=rows.start, is_first=not merge)
 
     def release(self) -> None:
         """Let the blocks go; nobody may be fetching."""

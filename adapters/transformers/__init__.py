@@ -16,7 +16,16 @@ except ImportError as error:
 
 from tierstore.adapters.transformers.attach import attach, attach_engine
 from tierstore.adapters.transformers.cache import TierCache
+from tierstore.adapters.transformers.continuous import ContinuousBatch, Finished
 from tierstore.adapters.transformers.engine import AttentionEngine
 from tierstore.adapters.transformers.profile import geometry_of
 
-__all__ = ["AttentionEngine", "TierCache", "attach", "attach_engine", "geometry_of"]
+__all__ = [
+    "AttentionEngine",
+    "ContinuousBatch",
+    "Finished",
+    "TierCache",
+    "attach",
+    "attach_engine",
+    "geometry_of",
+]

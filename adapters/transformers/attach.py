@@ -109,7 +109,12 @@ def attach_engine(model: PreTrainedModel, engine: AttentionEngine) -> TierCache:
 
     The engine is closed with the cache. Where attaching is refused, it stays open.
     """
-    profile = profile_of(model)
+    return attach_session(Session(profile_of(model), engine))
+
+
+def attach_session(session: Session) -> TierCache:
+    """Let a model attend through a session, as `attach_engine` does."""
+    profile, engine = session.profile, session.engine
     decoder = profile.decoder
     if decoder in _attached_decoders:
         raise ConfigError(
@@ -121,7 +126,6 @@ def attach_engine(model: PreTrainedModel, engine: AttentionEngine) -> TierCache:
             f"{profile.geometry}"
         )
     register()
-    session = Session(profile, engine)
     detach = ExitStack()
     cache = TierCache(session, detach)
     hooks = DecoderHooks(cache, session)

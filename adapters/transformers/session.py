@@ -76,7 +76,19 @@ class Session:
         forward.attended += 1
         if scale is None:
             scale = query.shape[-1] ** -0.5
-        return self.engine.attend(layer, query, key, value, valid=forward.valid, scale=scale)
+        return self._through_engine(layer, query, key, value, scale)
+
+    def _through_engine(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        assert self.forward is not None
+        valid = self.forward.valid
+        return self.engine.attend(layer, query, key, value, valid=valid, scale=scale)
 
     def finish(self) -> None:
         """Make the tokens of the forward pass part of the past."""

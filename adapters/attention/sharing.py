@@ -1,0 +1,144 @@
+"""Who gets how much: budgets of a step, and the shares of tiers, as contexts grow and change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.adapters.attention import exact
+from tierstore.adapters.attention.capacity import fit_middle_tiers, fit_top_tier
+from tierstore.adapters.attention.planning import live_plan
+from tierstore.placement import assign_homes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from tierstore.adapters.attention.lanes import Lanes
+    from tierstore.adapters.attention.layer import Layer, Sealed
+    from tierstore.adapters.attention.rules import Rules
+    from tierstore.interfaces import Bytes, Ids, Pointers
+    from tierstore.memory import Memory
+    from tierstore.policies.profile import Amounts, ReuseProfile
+    from tierstore.store import BlockStore
+
+
+class Sharing:
+    """Shares tiers and budgets out between the sequences, layers and heads of a batch.
+
+    Attributes
+    ----------
+    lanes: which sequences there are.
+    plan: how window and budget are shared out now; None for alike.
+    most_residents: blocks that a row attends to at most beside its selection.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        store: BlockStore,
+        layers: Sequence[Layer],
+        lanes: Lanes,
+        profile: ReuseProfile | None,
+    ) -> None:
+        self._rules, self._store, self._layers = rules, store, layers
+        self._profile = profile
+        self._is_fitted = False
+        self.lanes = lanes
+        self.plan = rules.plan
+        self.most_residents = 0
+
+    # Budgets
+
+    def budgets(self) -> Pointers:
+        """Blocks that a row of each lane may select, at least one and at most all."""
+        return self.lanes.budgets(self._rules.preset.block_tokens)
+
+    def of_step(self, taking: Pointers) -> Ids:
+        """Blocks that each row may select in a step of the lanes `taking` [B], int32 [layers, R]."""
+        self._recalibrate()
+        budgets = self._per_head(self.budgets())
+        if self.plan is not None:
+            budgets = np.maximum(np.rint(budgets * self.plan.shares[:, None]), 1)
+        rows = (budgets * taking[:, None]).reshape(len(self._layers), -1)
+        chosen: Ids = np.minimum(rows, self._layers[0].blocks).astype(np.int32)
+        return chosen
+
+    def _recalibrate(self) -> None:
+        """Once enough steps were counted, share the windows out by what they selected."""
+        profile, rules = self._profile, self._rules
+        if profile is None or rules.recalibrate is None or profile.steps < rules.recalibrate:
+            return
+        profile.is_counting = False
+        self._profile = None
+        budgets = self._per_head(self.budgets()[self.lanes.live])
+        self.plan = live_plan(profile, self._segments(), budgets, rules, self.plan)
+        self._fit(0)
+
+    # Tiers
+
+    def index_grew(self, first: Layer, sealed: Sealed, memory: Memory) -> None:
+        """Share the tiers out after the index of the first layer took tokens in."""
+        if self._store.backing > 0 and (first is self._layers[0] or not self._is_fitted):
+            self._fit(self._index_to_come(first, sealed, memory))
+            self._is_fitted = True
+
+    def sequences_changed(self) -> None:
+        """Share the tiers out after sequences came or went, and count reuse from here on."""
+        if self._profile is not None:
+            self._profile.restart()
+        if self._is_fitted and self.lanes.live.any():
+            self._fit(0)
+
+    def _index_to_come(self, layer: Layer, sealed: Sealed, memory: Memory) -> int:
+        """Device bytes that the index of all other layers and sequences will take, by the first."""
+        if self._is_fitted:
+            # The other layers will grow as the first one has.
+            return sum(max(0, layer.index.nbytes - each.index.nbytes) for each in self._layers)
+        indexed = sealed.keys.shape[1] * layer.heads
+        expected = int(self.lanes.tokens.sum()) * layer.heads * len(self._layers)
+        so_far = memory.by_purpose().get("index", 0)
+        return so_far * (expected - indexed) // indexed
+
+    def _fit(self, index_to_come: int) -> None:
+        rules, heads, live = self._rules, self._layers[0].heads, self.lanes.live
+        stored = self.lanes.tokens[live] // rules.preset.block_tokens + 1
+        useful = self._per_head(stored)
+        if rules.window is not None:
+            windows = rules.window if self.plan is None else self.plan.windows[:, None]
+            useful = np.minimum(np.ceil(self._per_head(self.budgets()[live]) * windows), useful)
+        wanted = useful.astype(np.int64).reshape(-1)
+        self.most_residents = int(wanted.max()) if rules.attends_residents else 0
+        lanes = np.broadcast_to(np.flatnonzero(live)[:, None], useful.shape).reshape(-1)
+        fit_top_tier(self._store, self._segments(), wanted, index_to_come, lanes)
+        tokens = int(self.lanes.tokens.sum())
+        blocks = tokens // rules.preset.block_tokens * heads * len(self._layers)
+        fit_middle_tiers(self._store, blocks)
+
+    def homes(self, layer: Layer, sealed: Sealed, last: torch.Tensor, scale: float) -> Bytes | None:
+        """The tier where each sealed block gets its first copy beside the backing one.
+
+        last: the last queries [H, G, w, d] of the prompt, which rank its blocks.
+        """
+        store = self._store
+        if store.backing == 0:
+            return None
+        size = self._rules.preset.block_tokens
+        weight = exact.importance(last.flatten(1, 2), sealed.keys, size, scale)
+        segments = len(self._layers) * layer.heads * int(self.lanes.live.sum())
+        middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
+        top = store.quota(layer.segments[layer.rows(sealed.sequence)])
+        room: list[int | Pointers] = [top, *middle]
+        return assign_homes(weight.cpu().numpy(), room)
+
+    def _segments(self) -> Ids:
+        """Segments of sequences: (layer, sequence, KV head), the last changing fastest."""
+        own = np.repeat(self.lanes.live, self._layers[0].heads)
+        return np.concatenate([layer.segments[own] for layer in self._layers])
+
+    def _per_head(self, per_sequence: Pointers) -> Amounts:
+        """A number of each sequence for all its heads: float64 [layers, sequences, KV heads]."""
+        shape = len(self._layers), len(per_sequence), self._layers[0].heads
+        return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
