@@ -16,10 +16,17 @@ from tierstore.adapters.attention.capacity import (
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.planning import live_plan
+from tierstore.adapters.attention.sync import (
+    PIECE_BYTES,
+    bring_layer,
+    expect_near,
+    fit_dram,
+    stalls_of,
+)
+from tierstore.adapters.attention.warm_up import WarmUp
 from tierstore.arrays import as_array
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.placement import assign_homes
 from tierstore.policies import LRU
 from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
@@ -29,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
+    from tierstore.adapters.attention.sync import SyncLevel
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Selection, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
     from tierstore.policies.profile import Amounts
@@ -70,7 +78,10 @@ class Batch:
             policies[0] = preset.policy()
         self.plan = rules.plan
         """How window and budget are shared out now; None for alike."""
-        self.store = BlockStore(layout, tiers, policies, segments=rows, blocks_each=blocks)
+        self.store = BlockStore(
+            layout, tiers, policies, segments=rows, blocks_each=blocks,
+            partitioned=2 if rules.sync is not None and rules.sync.pinned else 1,
+        )  # fmt: skip
         self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
         self._device_scratch = (
@@ -91,8 +102,10 @@ class Batch:
             Layer(geometry, preset, self.store, preset.index(index_shape), device_memory, sequences)
             for _ in range(geometry.layers)
         ]
+        self._warm_up = WarmUp(self.store, preset.ranking, self.layers)
         reserve_backing(self.store, rows * blocks)
-        fit_middle_tiers(self.store, rows * blocks)
+        if rules.sync is None:
+            fit_middle_tiers(self.store, rows * blocks)
         self._is_fitted = False
         self._most_residents = 0
         self._fetched: int | None = None
@@ -176,8 +189,10 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        homes = None if last is None else self._homes(layer, sealed, last)
+        homes = None if last is None else self._homes(number, sealed, last)
         layer.store_tokens(sealed, homes)
+        if number == len(self.layers) - 1:
+            self._warm_up.finish(sequence)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
@@ -208,7 +223,16 @@ class Batch:
         blocks = (
             int(self.tokens.sum()) // rules.preset.block_tokens * layer.heads * len(self.layers)
         )
-        fit_middle_tiers(self.store, blocks)
+        if rules.sync is None:
+            fit_middle_tiers(self.store, blocks)
+        else:
+            self._fit_dram(rules.sync, self._per_head(stored))
+
+    def _fit_dram(self, level: SyncLevel, stored: Amounts) -> None:
+        stalls = self.rules.stalls
+        each = np.ones_like(stored) if stalls is None else stalls[:, None] + np.zeros_like(stored)
+        most = stored.astype(np.int64).reshape(-1)
+        fit_dram(self.store, level, self._segments(), each.reshape(-1), most)
 
     def _segments(self) -> Ids:
         """Segments of all layers: (layer, sequence, KV head), the last changing fastest."""
@@ -219,19 +243,20 @@ class Batch:
         shape = len(self.layers), len(per_sequence), self.layers[0].heads
         return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
 
-    def _homes(self, layer: Layer, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
+    def _homes(self, number: int, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
         """The tier where each sealed block gets its first copy beside the backing one."""
-        store = self.store
-        if store.backing == 0:
+        if self.store.backing == 0:
             return None
         weight = exact.importance(
             last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale
         )
-        segments = len(self.layers) * len(layer.segments)
-        middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
-        top = store.quota(layer.segments[layer.rows(sealed.sequence)])
-        room: list[int | Pointers] = [top, *middle]
-        return assign_homes(weight.cpu().numpy(), room)
+        return self._warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
+
+    def stalls(self) -> Amounts:
+        """How often each head had to wait for the disk, float64 [layers, KV heads]."""
+        shape = len(self.layers), -1, self.layers[0].heads
+        stalls: Amounts = stalls_of(self.store, self._segments()).reshape(shape).sum(1)
+        return stalls
 
     # One new token per sequence
 
@@ -317,6 +342,7 @@ class Batch:
         if self.rules.on_selection is not None:
             self.rules.on_selection(number, layer.blocks, selection)
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
+        self._before_fetch(layer, selection)
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
         partial: torch.Tensor | None = None
@@ -331,6 +357,19 @@ class Batch:
             self._note(number, visit, is_first=i == 0)
         if partial is not None:
             out.copy_(partial)
+
+    def _before_fetch(self, layer: Layer, selection: Selection) -> None:
+        """What the sync level does once a layer has selected."""
+        level = self.rules.sync
+        if level is None:
+            return
+        if level.reads_layers:
+            size = self.store.layout.block_bytes
+            shape = max(len(layer.segments), PIECE_BYTES // size), size
+            staging: Bytes = self._scratch.array("layer", shape, np.uint8)
+            bring_layer(self.store, layer.segments, staging)
+        if level.expects:
+            expect_near(self.store, selection, layer.segments, layer.blocks)
 
     def _attend(
         self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool

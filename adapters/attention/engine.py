@@ -15,6 +15,7 @@ from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
 from tierstore.adapters.attention.planning import check_planning, plan_for, window_for
 from tierstore.adapters.attention.report import Report, TierReport
 from tierstore.adapters.attention.rules import Rules, filter_for
+from tierstore.adapters.attention.sync import check_stalls, sync_level
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
 from tierstore.layout import BlockLayout
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.attention.rules import SelectionListener
     from tierstore.policies.plan import Plan
+    from tierstore.policies.profile import Amounts
     from tierstore.store import BlockStore
 
 
@@ -67,6 +69,12 @@ class SparseAttention:
     tiers: instead of `fast`, `dram` and `disk`: makes any stack of tiers for a layout. `window`
         then says whether the first tier is a window (a number) or a plain cache (None).
     record: remember which tokens each step attends to, for `attended`.
+    sync: how blocks come from disk: ``"a"`` whole layers, ``"b"`` extents past the page cache,
+        ``"c"`` through pages in DRAM that are asked for ahead, ``"d"`` as (c) with slots in DRAM
+        for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By
+        default DRAM caches what left the fast tier, before a memory-mapped file.
+    stalls: float64 [layers, KV heads] >= 0, how often each head had to wait for the disk in
+        another run, from `stalls`: shares out the slots of level (d). Alike by default.
     on_selection: is called with what each step selects in each layer, as
         ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
         `tierstore.traces.recorder`.
@@ -93,6 +101,8 @@ class SparseAttention:
         plan: Plan | str | Path | None = None,
         recalibrate: int | None = None,
         tiers: TierFactory | None = None,
+        sync: str | None = None,
+        stalls: Amounts | None = None,
         record: bool = False,
         on_selection: SelectionListener | None = None,
     ) -> None:
@@ -110,7 +120,8 @@ class SparseAttention:
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
         )
-        sizes = TierSizes(fast, dram, disk, disk_codec, keep)
+        level = sync_level(sync)
+        sizes = TierSizes(fast, dram, disk, disk_codec, keep, level)
         self._stack = stack = stack_for(tiers, sizes, self.layout, geometry.device)
         if len(stack.tiers) == 1:
             window = None
@@ -118,8 +129,9 @@ class SparseAttention:
         self._close_stack = weakref.finalize(self, stack.close)
         check_planning(window, given, recalibrate)
         self._rules = Rules(
-            geometry, system, amount, window, filter_, given, recalibrate, record, on_selection
-        )
+            geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
+            level, check_stalls(stalls, level, geometry),
+        )  # fmt: skip
         self._batch: Batch | None = None
         self._next_layer = 0
         self._is_closed = False
@@ -237,6 +249,13 @@ class SparseAttention:
     def plan(self) -> Plan | None:
         """How window and budget are shared out now; None for alike."""
         return self._rules.plan if self._batch is None else self._batch.plan
+
+    def stalls(self) -> Amounts:
+        """How often each head's blocks had to wait for the disk, float64 [layers, KV heads].
+
+        Counted by the pages of sync levels (a), (c) and (d), since the prompt came.
+        """
+        return self._stored().stalls()
 
     def attended(self, layer: int) -> list[list[int]]:
         """Positions of the tokens that each row (sequence x KV head) attended to in the last step.

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.sync import SyncLevel
     from tierstore.adapters.presets import Preset
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
+    from tierstore.policies.profile import Amounts
 
     SelectionListener = Callable[[int, Ids, Selection], None]
     """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
@@ -54,6 +56,8 @@ class Rules(NamedTuple):
     recalibrate: int | None
     record: bool
     on_selection: SelectionListener | None = None
+    sync: SyncLevel | None = None
+    stalls: Amounts | None = None
 
     @property
     def attends_residents(self) -> bool:
