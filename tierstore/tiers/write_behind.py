@@ -168,8 +168,9 @@ class WriteBehindTier(Tier):
             waits = waiting_at >= 0
             for start, stop in self.layout.spans(parts):
                 copy(self._buffer, waiting_at[waits], out, rows[waits], start, stop)
-        with self._moving:
-            self.tier.read(slots[~waits], out, rows[~waits], parts).wait()
+        if not waits.all():
+            with self._moving:
+                self.tier.read(slots[~waits], out, rows[~waits], parts).wait()
         return DONE
 
     def sync(self) -> None:
