@@ -61,9 +61,7 @@ _ABOUT = {
 }
 
 
-def run(
-    say: Say, *, tokens: int = 4_096, captures: str | None = None
-) -> Findings:
+def run(say: Say, *, tokens: int = 4_096, captures: str | None = None) -> Findings:
     """Measure captures, or SmolLM2-135M-Instruct on three stretches of text."""
     if captures is not None:
         return measure(say, [Capture.load(Path(name)) for name in captures.split(",")])

@@ -198,8 +198,8 @@ class BlockStore:
     def resize(self, level: int, slots: int) -> None:
         """Give tier `level` so many slots; what stands in slots that go is evicted.
 
-        Quotas of a partitioned tier shrink with it, in proportion. CapacityError if the slots do not fit,
-        or if leased blocks, or blocks that only the backing tier has, are in the way.
+        Quotas of a partitioned tier shrink with it, in proportion. CapacityError if the slots do
+        not fit, or if leased blocks, or blocks that only the backing tier has, are in the way.
         """
         with self._changing():
             residency, tier = self._moves.residency[level], self.tiers[level]
@@ -551,7 +551,7 @@ def _metadata_memory(tiers: Sequence[Tier]) -> Memory:
 
 
 def _placed(order: Pointers, shape: tuple[int, int]) -> Ids:
-    """Positions among all new blocks [S, n], in the order of their slots; ConfigError if it is none."""
+    """Positions among all new blocks [S, n] in the order of their slots; ConfigError if wrong."""
     count = shape[1]
     if order.shape != shape or not (np.sort(order, 1) == np.arange(count)).all():
         raise ConfigError(

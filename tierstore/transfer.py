@@ -361,7 +361,7 @@ class Transfers:
         self._tell_all("on_remove", [(handles,)] * self.backing)
 
     def close(self, segments: Ids, partitioned: int) -> None:
-        """Take empty segments out of their domains; those of the first tiers, which are theirs, end.
+        """Take empty segments out of their domains; those that were theirs, in some tiers, end.
 
         The first error of a policy is raised when all have been told.
         """

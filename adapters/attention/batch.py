@@ -17,10 +17,10 @@ from tierstore.adapters.attention.capacity import (
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.planning import live_plan
 from tierstore.adapters.attention.sync import (
-    PIECE_BYTES,
     bring_layer,
     expect_near,
     fit_dram,
+    fit_page_cache,
     stalls_of,
 )
 from tierstore.adapters.attention.warm_up import WarmUp
@@ -320,6 +320,8 @@ class Batch:
             self.rules.hysteresis.after_step((fetched - self._fetched) * size)
         self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
+        if self.rules.sync is not None:
+            fit_page_cache(self.store)
 
     def _recalibrate(self) -> None:
         """Once enough steps were counted, share the windows out by what they selected."""
@@ -364,10 +366,7 @@ class Batch:
         if level is None:
             return
         if level.reads_layers:
-            size = self.store.layout.block_bytes
-            shape = max(len(layer.segments), PIECE_BYTES // size), size
-            staging: Bytes = self._scratch.array("layer", shape, np.uint8)
-            bring_layer(self.store, layer.segments, staging)
+            bring_layer(self.store, layer.segments, self._scratch)
         if level.expects:
             expect_near(self.store, selection, layer.segments, layer.blocks)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierstore.codecs import make_codec
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
+from tierstore.sizes import parse_size
 from tierstore.tiers import DeviceTier, FileTier, MmapTier, PagedTier, PinnedTier, WriteBehindTier
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class TierStack:
                 blocks = directory.path / "blocks"
                 behind: Tier
                 if sync is not None and not sync.is_direct:
-                    behind = PagedTier(layout, blocks, 0)
+                    behind = PagedTier(layout, blocks, parse_size(dram, "dram"))
                 elif sync is not None:
                     behind = FileTier(layout, blocks, extent_bytes=_DIRECT_EXTENT)
                 elif codec is None:

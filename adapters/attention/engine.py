@@ -121,6 +121,7 @@ class SparseAttention:
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
         )
         level = sync_level(sync)
+        stalls = check_stalls(stalls, level, geometry)
         sizes = TierSizes(fast, dram, disk, disk_codec, keep, level)
         self._stack = stack = stack_for(tiers, sizes, self.layout, geometry.device)
         if len(stack.tiers) == 1:
@@ -130,7 +131,7 @@ class SparseAttention:
         check_planning(window, given, recalibrate)
         self._rules = Rules(
             geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
-            level, check_stalls(stalls, level, geometry),
+            level, stalls,
         )  # fmt: skip
         self._batch: Batch | None = None
         self._next_layer = 0

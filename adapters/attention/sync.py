@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.interfaces import Bytes, Ids, Pointers, Selection
     from tierstore.policies.profile import Amounts
+    from tierstore.scratch import Scratch
     from tierstore.store import BlockStore
 
-PIECE_BYTES = 2 << 20
-"""Bytes of a layer that are read at once where layers are read whole."""
+_PIECE_BYTES = 2 << 20
+_PIECE_SHARE = 16
+"""Where layers are read whole, 1/16 of DRAM is read at once, and 2 MiB at most."""
 
 NEAR = 0.5
 """Blocks that score so many nats less than the last one selected are expected soon."""
@@ -110,8 +112,7 @@ def fit_dram(
 
     stalls: [S] >= 0, how often each segment had to wait. most: [S] blocks that it could use.
     """
-    dram, disk = store.tiers[1], mapped(store)
-    memory = dram.memory
+    dram, memory = store.tiers[1], store.tiers[1].memory
     assert memory is not None
     if level.pinned:
         room = int(level.pinned * (memory.limit_bytes - memory.used_bytes + memory.slot_bytes))
@@ -119,7 +120,13 @@ def fit_dram(
         if slots > dram.capacity:
             store.resize(1, slots)
         store.set_quota(segments, share_out(slots, stalls, most), 1)
-    if disk is not None:
+    fit_page_cache(store)
+
+
+def fit_page_cache(store: BlockStore) -> None:
+    """Let the page cache of the disk tier be what nothing else uses of DRAM."""
+    memory, disk = store.tiers[1].memory, mapped(store)
+    if disk is not None and memory is not None:
         disk.cache_bytes = max(0, memory.limit_bytes - memory.used_bytes)
 
 
@@ -145,10 +152,13 @@ def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:
     return whole
 
 
-def bring_layer(store: BlockStore, segments: Ids, staging: Bytes) -> None:
-    """Read all blocks of `segments`, which have equally many, through `staging` [n, block bytes]."""
+def bring_layer(store: BlockStore, segments: Ids, scratch: Scratch) -> None:
+    """Read all blocks of `segments`, which have equally many, piece by piece into `scratch`."""
     started = perf_counter()
     rows, blocks = len(segments), int(store.space.blocks[segments[0]])
+    nbytes = min(_PIECE_BYTES, store.memory.limit_bytes // _PIECE_SHARE)
+    shape = max(rows, nbytes // store.layout.block_bytes), store.layout.block_bytes
+    staging: Bytes = scratch.array("layer", shape, np.uint8)
     numbers = np.tile(np.arange(blocks, dtype=np.int32), rows)
     store.expect(np.repeat(segments, blocks), numbers)
     each = len(staging) // rows

@@ -79,9 +79,7 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset(
-            "kvdrive", HierarchicalIndex, Lookahead, attends_residents=True, ranking="global"
-        ),
+        Preset("kvdrive", HierarchicalIndex, Lookahead, attends_residents=True, ranking="global"),
         Preset("best", WeightedPQIndex, attends_residents=True),
         Preset("chunk-mean", ChunkMeanIndex, LRU, block_tokens=8),
         Preset("exact", ExactIndex, Lookahead),

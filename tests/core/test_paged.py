@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,9 +42,7 @@ def stored(folder: Path, pages: int, cache_pages: int) -> tuple[PagedTier, Bytes
     tier = PagedTier(LAYOUT, folder / "blocks", cache_pages * PAGE + 8 * pages)
     slots = numbered(pages * EACH)
     tier.resize(len(slots))
-    blocks = np.random.default_rng(0).integers(
-        0, 256, (len(slots), LAYOUT.block_bytes), np.uint8
-    )
+    blocks = np.random.default_rng(0).integers(0, 256, (len(slots), LAYOUT.block_bytes), np.uint8)
     tier.write(slots, blocks, slots).wait()
     tier.drop_cache()
     if tier.cached_bytes():
@@ -121,7 +120,7 @@ def test_runs_are_the_pages_cut_at_gaps(numbers: list[int], most: int) -> None:
     found = runs(pages, most)
     assert [start + i for start, count in found for i in range(count)] == pages.tolist()
     assert all(0 < count <= most for _, count in found)
-    for (start, count), (after, _) in zip(found, found[1:], strict=False):
+    for (start, count), (after, _) in pairwise(found):
         assert count == most or start + count < after
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.interfaces import Bytes, Completion, Ids
 from tierstore.sizes import parse_size
 from tierstore.tiers.mmap import MmapTier
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tierstore.interfaces import Pointers
+    from tierstore.interfaces import Bytes, Completion, Ids, Pointers
     from tierstore.layout import BlockLayout
 
 _PAGE = mmap.PAGESIZE
@@ -184,9 +183,7 @@ class PagedTier(MmapTier):
             self._is_dirty = False
         for start, count in runs(pages, 1 << 30):
             self._map.madvise(mmap.MADV_DONTNEED, start * _PAGE, count * _PAGE)
-            os.posix_fadvise(
-                self._file.fd, start * _PAGE, count * _PAGE, os.POSIX_FADV_DONTNEED
-            )
+            os.posix_fadvise(self._file.fd, start * _PAGE, count * _PAGE, os.POSIX_FADV_DONTNEED)
         self._used[pages] = -1
         self._held = int((self._used >= 0).sum())
 

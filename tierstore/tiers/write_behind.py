@@ -18,7 +18,6 @@ from tierstore.tiers.memory import copy
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from tierstore.layout import BlockLayout
     from tierstore.memory import Memory
 
 _PIECES = 64
