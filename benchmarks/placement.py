@@ -159,11 +159,14 @@ def critical(seen: Capture) -> npt.NDArray[np.int64]:
 
 def prompt_importance(seen: Capture, observation: int) -> Scores:
     """What the last tokens of a prompt attend to: float32 [layers, H, n], as the engine has it."""
-    blocks = (seen.prompt_tokens - LOCAL - SINKS) // BLOCK
+    stop = SINKS + (seen.prompt_tokens - LOCAL - SINKS) // BLOCK * BLOCK
     weights = []
     for keys, last in zip(seen.keys, seen.last_queries, strict=True):
-        sealed = to_tensor(keys)[:, SINKS : SINKS + blocks * BLOCK]
-        queries = to_tensor(last)[:, :, -observation:].flatten(1, 2)
-        weights.append(importance(queries, sealed, BLOCK, seen.scale))
+        of_prompt = to_tensor(keys)[:, : seen.prompt_tokens]
+        strip = torch.cat([of_prompt[:, :SINKS], of_prompt[:, stop:]], 1)
+        queries = to_tensor(last)[:, :, -observation:]
+        weights.append(
+            importance(queries, of_prompt[:, SINKS:stop], strip, BLOCK, seen.scale)
+        )
     stacked: Scores = torch.stack(weights).numpy()
     return stacked

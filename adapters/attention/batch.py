@@ -247,8 +247,9 @@ class Batch:
         """The tier where each sealed block gets its first copy beside the backing one."""
         if self.store.backing == 0:
             return None
+        strip, _ = self.layers[number].strip(sealed.sequence)
         weight = exact.importance(
-            last.flatten(1, 2), sealed.keys, self.rules.preset.block_tokens, self.scale
+            last, sealed.keys, strip, self.rules.preset.block_tokens, self.scale
         )
         return self._warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
 
