@@ -165,8 +165,6 @@ def prompt_importance(seen: Capture, observation: int) -> Scores:
         of_prompt = to_tensor(keys)[:, : seen.prompt_tokens]
         strip = torch.cat([of_prompt[:, :SINKS], of_prompt[:, stop:]], 1)
         queries = to_tensor(last)[:, :, -observation:]
-        weights.append(
-            importance(queries, of_prompt[:, SINKS:stop], strip, BLOCK, seen.scale)
-        )
+        weights.append(importance(queries, of_prompt[:, SINKS:stop], strip, BLOCK, seen.scale))
     stacked: Scores = torch.stack(weights).numpy()
     return stacked
