@@ -202,6 +202,13 @@ class ScoringIndex(Index):
     def kept(self) -> Ids | int:
         return self.data["kept_blocks"] if self.keeps_blocks else 0
 
+    def clusters(self, rows: slice, first_block: int) -> Ids | None:
+        if not self.is_coarse:
+            return None
+        each, blocks = self.pages_per_block, int(self.blocks[rows][0])
+        clusters: Ids = self.data["unit_of"][rows, first_block * each : blocks * each : each]
+        return clusters
+
     def add_rows(self, segments: Ids) -> None:
         self.data.reserve(len(self.segments) + len(segments))
         self.segments = np.concatenate([self.segments, segments]).astype(np.int32)

@@ -89,6 +89,9 @@ class Tier(ABC):
             undefined.
         """
 
+    def expect(self, slots: Ids) -> None:  # noqa: B027 (a tier may have no way)
+        """These may be read soon: begin to bring them nearer, if that goes on by itself."""
+
     @abstractmethod
     def sync(self) -> None:
         """Return when everything written survives a power loss; does nothing if volatile."""
@@ -315,6 +318,13 @@ class Index(ABC):
     def least(self) -> int:
         """Blocks that every step selects of each row, also where its budget is smaller."""
         return 0
+
+    def clusters(self, rows: slice, first_block: int) -> Ids | None:
+        """Cluster of each block from number `first_block` on, int32 [R', n]; None without clusters.
+
+        Blocks of one cluster tend to be selected together.
+        """
+        return None
 
     @abstractmethod
     def add_rows(self, segments: Ids) -> None:

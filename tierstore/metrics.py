@@ -21,13 +21,14 @@ class StoreMetrics:
     """Counters of a store, tier by tier.
 
     fetched: selected blocks that were brought into the top tier. filtered: selected blocks that
-    were left where they are, since they were not worth it.
+    were left where they are, since they were not worth it. fetch_seconds: what fetching took.
     """
 
     def __init__(self, names: list[str]) -> None:
         self.tiers = [TierMetrics(name) for name in names]
         self.fetched = 0
         self.filtered = 0
+        self.fetch_seconds = 0.0
 
     @property
     def selected(self) -> int:

@@ -6,6 +6,25 @@ import numpy as np
 
 from tierstore.interfaces import Bytes, Pointers, Scores
 
+RANKINGS = ("head", "layer", "global", "recency", "none")
+"""By whose attention blocks are ranked.
+
+``head``: by that to each head's own blocks. ``layer``: by the sum over a layer's heads, so that all
+of them start with the same tokens. ``global``: by the sum over heads and layers. ``recency``: the
+later, the better. ``none``: nothing starts above the backing tier.
+"""
+
+
+def pooled(importance: Scores, ranking: str) -> Scores:
+    """Importance float32 [layers, rows, n] of blocks, as a ranking looks at it; the same shape."""
+    if ranking == "head":
+        return importance
+    if ranking == "recency":
+        return np.zeros_like(importance)
+    over = 1 if ranking == "layer" else (0, 1)
+    sums: Scores = np.broadcast_to(importance.sum(over, keepdims=True), importance.shape)
+    return sums
+
 
 def assign_homes(importance: Scores, room: Sequence[int | Pointers]) -> Bytes:
     """The tier for each block, ranked within its row.
@@ -28,3 +47,17 @@ def assign_homes(importance: Scores, room: Sequence[int | Pointers]) -> Bytes:
     bounds = each.reshape(len(room), rows).cumsum(0)
     homes: Bytes = (rank >= bounds[:, :, None]).sum(0).astype(np.uint8)
     return homes
+
+
+def packing_order(clusters: Pointers) -> Pointers:
+    """Permutations [R, n] that put the blocks of each cluster side by side, the first ones first.
+
+    clusters: int [R, n], the cluster of each block. A cluster stands where its first block would.
+    """
+    rows, n = clusters.shape
+    if not n:
+        return np.empty((rows, 0), np.int64)
+    first = np.full((rows, int(clusters.max()) + 1), n, np.int64)
+    np.minimum.at(first, (np.arange(rows)[:, None], clusters), np.arange(n))
+    order: Pointers = np.argsort(np.take_along_axis(first, clusters, 1), axis=1, kind="stable")
+    return order

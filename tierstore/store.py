@@ -17,8 +17,10 @@ import numpy as np
 from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
 from tierstore.errors import CapacityError, ConfigError, TierstoreError
 from tierstore.kernels import tables
+from tierstore.kernels.tables import CHUNK
 from tierstore.memory import Memory, unlimited
 from tierstore.metrics import StoreMetrics
+from tierstore.promotion import promote
 from tierstore.sizes import format_size
 from tierstore.transfer import Transfers, check_chain
 from tierstore.visits import PendingVisit, Visit, Visits
@@ -47,6 +49,7 @@ class BlockStore:
     tiers: fastest first; the first must be addressable, the last holds everything.
     policies: one for each tier but the last.
     segments, blocks_each: how much to expect; tables grow beyond that, at a cost.
+    partitioned: in so many tiers, from the first on, segments have capacities of their own.
     """
 
     def __init__(
@@ -57,9 +60,16 @@ class BlockStore:
         *,
         segments: int = 1,
         blocks_each: int = 0,
+        partitioned: int = 1,
     ) -> None:
         check_chain(layout, tiers, policies)
+        if not 1 <= partitioned <= max(1, len(tiers) - 1):
+            raise ConfigError(
+                f"partitioned={partitioned} of {len(tiers)} tiers: expected at least 1, and not "
+                "the last tier, which holds everything"
+            )
         self.layout = layout
+        self.partitioned = partitioned
         self.tiers = tuple(tiers)
         self.metrics = StoreMetrics([tier.name for tier in tiers])
         self.memory = _metadata_memory(tiers)
@@ -98,8 +108,8 @@ class BlockStore:
     def open(self, count: int, domains: Ids | None = None) -> Ids:
         """Numbers of `count` new, empty segments.
 
-        Each is a domain of its own in the top tier, numbered like it, unless `domains` gives one
-        for each. In every other tier all segments share one domain.
+        Each is a domain of its own in the partitioned tiers, the top one as a rule, numbered like
+        it, unless `domains` gives one for each. In every other tier all segments share one domain.
         """
         with self._changing():
             segments = self.space.open(count)
@@ -115,12 +125,12 @@ class BlockStore:
 
     def _is_shared(self, level: int) -> bool:
         """Whether all segments are one domain in a tier."""
-        return level > 0 or level == self.backing
+        return level >= self.partitioned or level == self.backing
 
     def _close(self, segments: Ids) -> None:
         for segment in segments.tolist():
             self.space.close(segment)
-        self._moves.close(segments)
+        self._moves.close(segments, self.partitioned)
 
     def drop(self, segments: Ids) -> None:
         """Forget segments and all their blocks; a domain without segments loses its quota.
@@ -192,8 +202,8 @@ class BlockStore:
     def resize(self, level: int, slots: int) -> None:
         """Give tier `level` so many slots; what stands in slots that go is evicted.
 
-        Quotas of the top tier shrink with it, in proportion. CapacityError if the slots do not fit,
-        or if leased blocks, or blocks that only the backing tier has, are in the way.
+        Quotas of a partitioned tier shrink with it, in proportion. CapacityError if the slots do
+        not fit, or if leased blocks, or blocks that only the backing tier has, are in the way.
         """
         with self._changing():
             residency, tier = self._moves.residency[level], self.tiers[level]
@@ -222,42 +232,46 @@ class BlockStore:
             domains = np.flatnonzero(residency.quota).astype(np.int32)
             quota, least = residency.quota[domains], int(slots >= len(domains))
             rest = slots - least * len(domains)
-            self.set_quota(domains, least + (quota - least) * rest // (quota - least).sum())
+            room = (quota - least) * rest // max(1, (quota - least).sum())
+            self.set_quota(domains, least + room, level)
         self._moves.evict(level, residency.above(slots))
 
-    def quota(self, domains: Ids) -> Pointers:
-        """Most blocks that each of these top-tier domains may hold."""
+    def quota(self, domains: Ids, level: int = 0) -> Pointers:
+        """Most blocks that each of these domains of a partitioned tier may hold."""
         with self._lock:
-            quota: Pointers = self._moves.residency[0].quota[domains]
+            quota: Pointers = self._moves.residency[level].quota[domains]
             return quota
 
-    def set_quota(self, domains: Ids, blocks: Pointers) -> None:
-        """Most blocks that each top-tier domain may hold; what exceeds a smaller quota is evicted.
+    def set_quota(self, domains: Ids, blocks: Pointers, level: int = 0) -> None:
+        """Most blocks that each domain of a partitioned tier may hold; what exceeds it is evicted.
 
-        ConfigError if all quotas together exceed the top tier's slots, CapacityError if more blocks
-        of a domain are leased than its quota: then nothing has changed.
+        ConfigError if all quotas together exceed the tier's slots, or if it is not partitioned;
+        CapacityError if more blocks of a domain are leased than its quota. Nothing has changed
+        then.
         """
         with self._changing():
-            top, name = self._moves.residency[0], self.tiers[0].name
-            total = int(top.quota.sum() - top.quota[domains].sum() + blocks.sum())
-            if total > top.slots:
+            tier, name = self._moves.residency[level], self.tiers[level].name
+            if level > 0 and self._is_shared(level):
+                raise ConfigError(f"{name}: all segments share its capacity: it has no quotas")
+            total = int(tier.quota.sum() - tier.quota[domains].sum() + blocks.sum())
+            if total > tier.slots:
                 raise ConfigError(
-                    f"quotas of {total} blocks: expected at most {top.slots}, the top tier's slots"
+                    f"quotas of {total} blocks: expected at most {tier.slots}, the tier's slots"
                 )
-            top.reserve(0, int(blocks.max(initial=0)))
-            if total > top.slots:
+            tier.reserve(0, int(blocks.max(initial=0)))
+            if total > tier.slots:
                 raise CapacityError(
-                    f"{name}: tables for quotas of {total} blocks leave room for {top.slots}: "
+                    f"{name}: tables for quotas of {total} blocks leave room for {tier.slots}: "
                     "raise the limit or lower the quotas"
                 )
-            if (self._moves.leased_in(domains)[domains] > blocks).any():
+            if (self._moves.leased_in(domains, level)[domains] > blocks).any():
                 raise CapacityError(f"{name}: leased blocks are in the way: release them first")
-            over = np.maximum(top.counts[domains] - blocks, 0).astype(np.int64)
+            over = np.maximum(tier.counts[domains] - blocks, 0).astype(np.int64)
             if over.any():
                 self._moves.step += 1
                 idle = self._moves.idle_access()
-                self._moves.evict(0, self._moves.victims(0, domains, over, idle))
-            self._moves.set_quota(0, domains, blocks)
+                self._moves.evict(level, self._moves.victims(level, domains, over, idle))
+            self._moves.set_quota(level, domains, blocks)
 
     def _pressure_on(self, level: int) -> Callable[[int], None]:
         """Shrinks a tier's slots when other data of its memory needs the room."""
@@ -290,6 +304,7 @@ class BlockStore:
         valid: Bytes | None = None,
         home: Bytes | None = None,
         tokens: Ids | None = None,
+        order: Pointers | None = None,
     ) -> Ids:
         """Add the same number of blocks to the end of each segment.
 
@@ -303,6 +318,10 @@ class BlockStore:
             evicts.
         tokens: int32 [S, n, tokens of a block], which tokens of the segment a block holds; by
             default block b holds those from ``b * tokens`` on.
+        order: int64 [S, n], for each segment a permutation of its new blocks: the order in which
+            they stand in the backing tier, one segment after the other, as far as slots next to
+            each other are free. Blocks that are wanted together are read fastest side by side. The
+            order of their numbers by default.
 
         Returns
         -------
@@ -324,7 +343,8 @@ class BlockStore:
             if tokens is not None and self._tokens is not None:
                 self._tokens.array[flat] = tokens.reshape(total, self.layout.tokens)
             try:
-                moves.write(self.backing, flat, data, rows)
+                placed = rows if order is None else _placed(order, (len(segments), count))
+                moves.write(self.backing, flat[placed], data, placed)
                 self._settle(flat, data, rows, home)
             except Exception as error:
                 self._take_back(segments, count, flat, error)
@@ -352,6 +372,38 @@ class BlockStore:
             moves.step += 1
             moves.make_room(next_to_backing, handles, moves.idle_access())
             moves.cache(next_to_backing, handles, data, rows)
+
+    def promote(self, segments: Ids, first: int, home: Bytes) -> None:
+        """Copy blocks from number `first` on to their homes, as far as these have room.
+
+        home: uint8 [S, n], as of `append`. Nothing is evicted for them. OSError of a tier passes
+        through; blocks are then where they were, or at home.
+        """
+        with self._changing():
+            numbers = np.arange(first, first + home.shape[1], dtype=np.int32)
+            handles = self._handles(segments, np.broadcast_to(numbers, home.shape))
+            promote(self._moves, handles, home.reshape(-1))
+
+    def expect(self, segments: Ids, blocks: Ids) -> None:
+        """Block ``blocks[i]`` of ``segments[i]`` may be wanted soon: the backing tier may prepare.
+
+        Only for blocks that no tier above has. Nothing changes where blocks are.
+        """
+        with self._lock:
+            handles = self._handles(segments, blocks[:, None])
+            for residency in self._moves.residency[: self.backing]:
+                handles = handles[residency.slot_of.array[handles] < 0]
+            slots = self._moves.residency[self.backing].slot_of.array[handles]
+            self.tiers[self.backing].expect(slots)
+
+    def owners(self, level: int) -> Ids:
+        """The segment whose block stands in each slot of a tier, int32 [slots]; -1 for none."""
+        with self._lock:
+            residency = self._moves.residency[level]
+            handles = residency.handle_of[: residency.slots]
+            segments = self.space.owner_segment[handles // CHUNK]
+            owners: Ids = np.where(handles < 0, -1, segments).astype(np.int32)
+            return owners
 
     def _ensure_backing(self, blocks: int) -> None:
         residency, tier = self._moves.residency[self.backing], self.tiers[self.backing]
@@ -500,3 +552,15 @@ def _metadata_memory(tiers: Sequence[Tier]) -> Memory:
     memories = [tier.memory for tier in tiers if tier.memory is not None]
     host = [memory for memory in memories if memory.is_host]
     return host[-1] if host else unlimited()
+
+
+def _placed(order: Pointers, shape: tuple[int, int]) -> Ids:
+    """Positions among all new blocks [S, n] in the order of their slots; ConfigError if wrong."""
+    count = shape[1]
+    if order.shape != shape or not (np.sort(order, 1) == np.arange(count)).all():
+        raise ConfigError(
+            f"order {list(order.shape)} of blocks: expected {list(shape)}, in each row the numbers "
+            f"from 0 to {count - 1}"
+        )
+    placed: Ids = (order + np.arange(len(order))[:, None] * count).reshape(-1).astype(np.int32)
+    return placed

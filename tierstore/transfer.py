@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -85,12 +86,13 @@ class Transfers:
     # Into a tier
 
     def write(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> None:
-        """Put ``data[rows[i]]`` into a free slot of a tier as block ``handles[i]``.
+        """Put ``data[rows[i]]`` into a free slot of a tier as block ``handles[i]``, in their order.
 
         CapacityError if there are too few slots, OSError of the tier: then nothing has changed.
         """
         residency = self.residency[level]
         slots = residency.take_slots(len(handles))
+        slots.sort()
         try:
             self.tiers[level].write(slots, data, rows).wait()
             if level < self.backing:
@@ -154,6 +156,7 @@ class Transfers:
         writes that during a visit. Of tiers between, others may write while they have the lock.
         After an error of a tier, none has come, and the slots are free again.
         """
+        started = perf_counter()
         out = self.tiers[0].view
         between = [source for source in fetch.sources if source.level < self.backing]
         try:
@@ -170,6 +173,7 @@ class Transfers:
             for source in fetch.sources:
                 self.metrics.tiers[source.level].hits += len(source.slots)
                 self._count_read(source.level, len(source.slots))
+            self.metrics.fetch_seconds += perf_counter() - started
             self.metrics.fetched += len(fetch.handles)
             self.metrics.tiers[0].bytes_written += len(fetch.handles) * self.layout.block_bytes
 
@@ -291,14 +295,14 @@ class Transfers:
             counts = np.bincount(rows[chosen], minlength=len(row_ptr) - 1)
             yield np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), chosen
 
-    def leased_in(self, domains: Ids) -> Pointers:
-        """Leased residents of the top tier, for each domain; only `domains` are counted."""
-        top = self.residency[0]
-        leased: Pointers = np.zeros(len(top.counts), np.int64)
+    def leased_in(self, domains: Ids, level: int = 0) -> Pointers:
+        """Leased residents of a tier, for each domain; only `domains` are counted."""
+        tier = self.residency[level]
+        leased: Pointers = np.zeros(len(tier.counts), np.int64)
         if self.leased:
-            _, residents = top.collect(np.unique(domains).astype(np.int32))
+            _, residents = tier.collect(np.unique(domains).astype(np.int32))
             held = residents[self.leases.array[residents] > 0]
-            np.add.at(leased, top.domains(held), 1)
+            np.add.at(leased, tier.domains(held), 1)
         return leased
 
     def set_quota(self, level: int, domains: Ids, blocks: Pointers) -> None:
@@ -428,14 +432,15 @@ class Transfers:
             residency.remove(handles[residency.slot_of.array[handles] >= 0])
         self._tell_all("on_remove", [(handles,)] * self.backing)
 
-    def close(self, segments: Ids) -> None:
-        """Take empty segments out of their domains, of which those in the top tier may end.
+    def close(self, segments: Ids, partitioned: int) -> None:
+        """Take empty segments out of their domains; those that were theirs, in some tiers, end.
 
         The first error of a policy is raised when all have been told.
         """
         if self.backing > 0:
             nobody: Ids = np.empty(0, np.int32)
-            ended = [self.residency[0].unassign(segments), *[nobody] * (self.backing - 1)]
+            theirs = [tier.unassign(segments) for tier in self.residency[:partitioned]]
+            ended = [*theirs, *[nobody] * (self.backing - partitioned)]
             self._tell_all("on_close", [(segments, domains) for domains in ended])
 
     def _tell_all(self, event: str, facts: Sequence[tuple[object, ...]]) -> None:

@@ -18,6 +18,8 @@ from tierstore.adapters.attention.places import Places
 from tierstore.adapters.attention.sharing import Sharing
 from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.adapters.attention.stages import Stages
+from tierstore.adapters.attention.sync import Sync, fit_page_cache
+from tierstore.adapters.attention.warm_up import WarmUp
 from tierstore.arrays import as_array
 from tierstore.below import can_stay
 from tierstore.errors import TierstoreError
@@ -75,8 +77,9 @@ class Batch:
         elif policies:
             policies[0] = preset.policy()
         self.store = BlockStore(
-            layout, tiers, policies, segments=rows * len(admitted), blocks_each=int(blocks.max())
-        )
+            layout, tiers, policies, segments=rows * len(admitted), blocks_each=int(blocks.max()),
+            partitioned=2 if rules.sync is not None and rules.sync.pinned else 1,
+        )  # fmt: skip
         self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
         self._device_scratch = (
@@ -94,8 +97,10 @@ class Batch:
             )
             for _ in range(geometry.layers)
         ]  # fmt: skip
+        self._warm_up = WarmUp(self.store, preset.ranking, self.layers)
         reserve_backing(self.store, rows * int(blocks.sum()))
-        fit_middle_tiers(self.store, rows * int(blocks.sum()))
+        if rules.sync is None:
+            fit_middle_tiers(self.store, rows * int(blocks.sum()))
         self.sharing = Sharing(rules, self.store, self.layers, self.lanes, profile)
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
@@ -105,6 +110,8 @@ class Batch:
         kind = SPECULATIVE.get(rules.schedule, Stages)
         memories = device_memory, self.store.memory
         self._stages = kind(self.store, rules, self._attending, self.layers, memories)
+        if rules.sync is not None:
+            self._stages.sync = Sync(self.store, rules.sync, self._scratch)
 
     def settle(self) -> None:
         """Return when nothing is under way any more; raise what went wrong with it."""
@@ -208,14 +215,26 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        homes = None if last is None else self.sharing.homes(layer, sealed, last, self.scale)
+        homes = None if last is None else self._homes(number, sealed, last)
         layer.store_tokens(sealed, homes)
+        if number == len(self.layers) - 1:
+            self._warm_up.finish(sequence)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
         first_block = int(layer.blocks[layer.rows(sealed.sequence)][0])
         layer.index_tokens(sealed, IndexContext(first_block, last))
         self.sharing.index_grew(layer, sealed, self._device_memory)
+
+    def _homes(self, number: int, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
+        """The tier where each sealed block gets its first copy beside the backing one."""
+        if self.store.backing == 0:
+            return None
+        strip, _ = self.layers[number].strip(sealed.sequence)
+        weight = exact.importance(
+            last, sealed.keys, strip, self.rules.preset.block_tokens, self.scale
+        )
+        return self._warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
 
     # One new token per sequence
 
@@ -299,6 +318,8 @@ class Batch:
         self._full = layer.full_sequences(self._keep)
         if self._stages.places is None and self.rules.attend_where != "fetch":
             self._stages.places = self._make_places()
+        if self.rules.sync is not None:
+            fit_page_cache(self.store)
 
     def _make_places(self) -> Places | None:
         """Who attends to blocks where they lie, if they can be read there."""

@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierstore.codecs import make_codec
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
-from tierstore.tiers import DeviceTier, FileTier, MmapTier, PinnedTier
+from tierstore.sizes import parse_size
+from tierstore.tiers import DeviceTier, FileTier, MmapTier, PagedTier, PinnedTier, WriteBehindTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
+    from tierstore.adapters.attention.sync import SyncLevel
     from tierstore.interfaces import Tier
     from tierstore.layout import BlockLayout
+    from tierstore.memory import Memory
+
+_MOST_WAITING = 16 << 20
+_SHARE_WAITING = 32
+"""Writes that wait for the disk take 1/32 of DRAM, and 16 MiB at most."""
+
+_DIRECT_EXTENT = 1 << 12
 
 TierFactory = Callable[["BlockLayout"], "Sequence[Tier]"]
 """Makes the tiers of a stack, fastest first, for a block layout."""
@@ -31,6 +40,7 @@ class TierSizes(NamedTuple):
     disk: str | Path | None
     disk_codec: str | None
     keep: bool
+    sync: SyncLevel | None = None
 
 
 class TierStack:
@@ -45,9 +55,9 @@ class TierStack:
         """The tiers that `fast`, `dram` and `disk` ask for; with a `disk_codec`, disk is coded.
 
         ConfigError if there is no memory tier, if the model computes on a GPU and none is fast, or
-        if what is said of the disk has no disk.
+        if what is said of the disk has no disk. With a sync level there are three tiers.
         """
-        fast, dram, disk, disk_codec, keep = sizes
+        fast, dram, disk, disk_codec, keep, sync = sizes
         if (keep or disk_codec is not None) and disk is None:
             raise ConfigError(
                 f"keep={keep}, disk_codec={disk_codec!r}: there is no disk tier: pass disk="
@@ -61,6 +71,10 @@ class TierStack:
             raise ConfigError(
                 f"the model is on {device}: expected fast='...', the limit of device memory"
             )
+        if sync is not None and (fast is None or dram is None or disk is None or disk_codec):
+            raise ConfigError(
+                f"sync level {sync.name}: expected fast=, dram= and disk=, and no disk_codec="
+            )
         codec = None if disk_codec is None else make_codec(disk_codec, layout)
         directory = None if disk is None else PrivateDirectory(disk, keep=keep)
         stack = cls([], directory)
@@ -72,23 +86,29 @@ class TierStack:
                 stack.tiers += (PinnedTier(layout, dram),)
             if directory is not None:
                 blocks = directory.path / "blocks"
-                if codec is None:
-                    stack.tiers += (MmapTier(layout, blocks),)
+                behind: Tier
+                if sync is not None and not sync.is_direct:
+                    behind = PagedTier(layout, blocks, parse_size(dram, "dram"))
+                elif sync is not None:
+                    behind = FileTier(layout, blocks, extent_bytes=_DIRECT_EXTENT)
+                elif codec is None:
+                    behind = MmapTier(layout, blocks)
                 else:
-                    stack.tiers += (FileTier(layout, blocks, codec=codec),)
+                    behind = FileTier(layout, blocks, codec=codec)
+                stack.tiers += (written_behind(behind, stack.tiers),)
             on_error.pop_all()
         return stack
 
     def clear(self) -> None:
-        """Empty every tier."""
-        for tier in self.tiers:
+        """Empty every tier, the last first: what waits for it lies in the memory of another."""
+        for tier in reversed(self.tiers):
             tier.resize(0)
             if tier.memory is not None:
                 tier.memory.clear()
 
     def close(self) -> None:
         """Close the tiers and remove their directory."""
-        for tier in self.tiers:
+        for tier in reversed(self.tiers):
             tier.close()
         if self._directory is not None:
             self._directory.close()
@@ -102,6 +122,19 @@ def stack_for(
         return TierStack.of_sizes(sizes, layout, device)
     if sizes != TierSizes(None, None, None, None, keep=False):
         raise ConfigError(
-            "tiers= replaces fast=, dram=, disk=, disk_codec= and keep=: give one or the other"
+            "tiers= replaces fast=, dram=, disk=, disk_codec=, keep= and sync=: give one or the "
+            "other"
         )
     return TierStack(tiers(layout))
+
+
+def written_behind(disk: Tier, above: Sequence[Tier]) -> Tier:
+    """The disk tier with a buffer in the host memory above it, if that is large enough for one."""
+    memories = [tier.memory for tier in above if tier.memory is not None]
+    host: list[Memory] = [memory for memory in memories if memory.is_host]
+    if not host:
+        return disk
+    buffer = min(_MOST_WAITING, host[-1].limit_bytes // _SHARE_WAITING)
+    if buffer < 2 * disk.layout.block_bytes:
+        return disk
+    return WriteBehindTier(disk, host[-1], buffer)

@@ -19,6 +19,7 @@ from tierstore.adapters.attention.planning import check_planning, plan_for, tune
 from tierstore.adapters.attention.reporting import report_of
 from tierstore.adapters.attention.rules import Rules, filter_for, schedule_for
 from tierstore.adapters.attention.spread import Spread
+from tierstore.adapters.attention.sync import check_stalls, sync_level
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError, PolicyError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.rules import SelectionListener
     from tierstore.hardware import Hardware
     from tierstore.policies.plan import Plan
+    from tierstore.policies.profile import Amounts
     from tierstore.store import BlockStore
     from tierstore.timeline import Timeline
 
@@ -91,6 +93,12 @@ class SparseAttention:
     micro_batch: sequences that pass the stages together; by default a quarter of the batch where
         the last tier is a disk, else all.
     timeline: notes when each stage and each transfer runs.
+    sync: how blocks come from disk: ``"a"`` whole layers, ``"b"`` extents past the page cache,
+        ``"c"`` through pages in DRAM that are asked for ahead, ``"d"`` as (c) with slots in DRAM
+        for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By
+        default DRAM caches what left the fast tier, before a memory-mapped file.
+    stalls: float64 [layers, KV heads] >= 0, how often each head had to wait for the disk in
+        another run, from `stalls`: shares out the slots of level (d). Alike by default.
     on_selection: is called with what each step selects in each layer, as
         ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
         `tierstore.traces.recorder`.
@@ -119,6 +127,8 @@ class SparseAttention:
         tiers: TierFactory | None = None,
         attend_where: str = "fetch",
         hardware: Hardware | None = None,
+        sync: str | None = None,
+        stalls: Amounts | None = None,
         record: bool = False,
         on_selection: SelectionListener | None = None,
         schedule: str | None = None,
@@ -141,7 +151,9 @@ class SparseAttention:
         self.layout = BlockLayout.kv(
             system.block_tokens, geometry.head_dim, geometry.dtype, geometry.value_size
         )
-        sizes = TierSizes(fast, dram, disk, disk_codec, keep)
+        level = sync_level(sync, schedule_name)
+        stalls = check_stalls(stalls, level, geometry, given)
+        sizes = TierSizes(fast, dram, disk, disk_codec, keep, level)
         self._stack = stack = stack_for(tiers, sizes, self.layout, geometry.device)
         if len(stack.tiers) == 1:
             window = None
@@ -152,6 +164,7 @@ class SparseAttention:
             geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
             attend_where, hardware or PRESETS["reference"],
             schedule_name, micro_batch, timeline,
+            level, stalls,
         )  # fmt: skip
         self._batch: Batch | None = None
         self._passes = Passes(geometry.layers)
@@ -384,6 +397,13 @@ class SparseAttention:
     def plan(self) -> Plan | None:
         """How window and budget are shared out now; None for alike."""
         return self._rules.plan if self._batch is None else self._batch.sharing.plan
+
+    def stalls(self) -> Amounts:
+        """How often each head's blocks had to wait for the disk, float64 [layers, KV heads].
+
+        Counted by the pages of sync levels (a), (c) and (d), since the prompt came.
+        """
+        return self._stored().sharing.stalls()
 
     def attended(self, layer: int) -> list[list[int]]:
         """Positions of the tokens that each row (sequence x KV head) attended to in the last step.

@@ -68,12 +68,26 @@ def _attend_piece(
 
 
 def importance(
-    query: torch.Tensor, key: torch.Tensor, block_tokens: int, scale: float
+    query: torch.Tensor, key: torch.Tensor, strip: torch.Tensor, block_tokens: int, scale: float
 ) -> torch.Tensor:
     """How much the last queries of a prompt attend to each block of its tokens.
 
-    query [Hkv, G * w, d], key [Hkv, n, d] with n a multiple of `block_tokens`. Returns the
-    attention mass [Hkv, n / block_tokens], summed over queries and tokens.
+    Parameters
+    ----------
+    query: [Hkv, G, w, d], those of the last w tokens.
+    key: [Hkv, n, d], the tokens of the blocks, n a multiple of `block_tokens`.
+    strip: [Hkv, m, d], the tokens that are attended beside them; the last w are the queries' own.
+
+    Returns
+    -------
+    The attention mass [Hkv, n / block_tokens], summed over queries and tokens.
     """
-    mass = ((query @ key.transpose(1, 2)).float() * scale).softmax(-1).sum(1)
-    return mass.view(*mass.shape[:-1], -1, block_tokens).sum(-1)
+    window, tokens = query.shape[2], strip.shape[1]
+    flat = query.flatten(1, 2)
+    to_strip = (flat @ strip.transpose(1, 2)).float().unflatten(1, (-1, window))
+    position = torch.arange(tokens, device=query.device)
+    seen_last = torch.arange(tokens - window, tokens, device=query.device)
+    to_strip = to_strip.masked_fill(position > seen_last[:, None], -torch.inf).flatten(1, 2)
+    logits = torch.cat([to_strip, (flat @ key.transpose(1, 2)).float()], -1) * scale
+    mass = logits.softmax(-1)[..., tokens:].sum(1)
+    return mass.unflatten(-1, (-1, block_tokens)).sum(-1)

@@ -14,6 +14,7 @@ import torch
 
 from tierstore.kernels import tables
 from tierstore.kernels.element import is_host, stored_dtype, to_tensor
+from tierstore.placement import packing_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -142,15 +143,22 @@ class Layer:
         self.index.extend(self.rows(sealed.sequence), sealed.keys, sealed.values, context)
 
     def store_tokens(self, sealed: Sealed, home: Bytes | None) -> None:
-        """Enter sealed tokens into the block store."""
+        """Enter sealed tokens, which are indexed, into the block store.
+
+        On disk, blocks of one cluster stand side by side (K18).
+        """
         rows, size = self.rows(sealed.sequence), self._preset.block_tokens
         blocks = sealed.keys.shape[1] // size
         layout = self._store.layout
         per_part = (sealed.keys, sealed.values)
         pieces = [part.unflatten(1, (blocks, size)).flatten(0, 1) for part in per_part]
         packed = layout.pack(dict(zip(("k", "v"), pieces, strict=True))).cpu().numpy()
+        clusters = self.index.clusters(rows, int(self.blocks[rows][0]))
         self._store.append(
-            self.segments[rows], packed.reshape(self.heads, blocks, layout.block_bytes), home=home
+            self.segments[rows],
+            packed.reshape(self.heads, blocks, layout.block_bytes),
+            home=home,
+            order=None if clusters is None else packing_order(clusters),
         )
         self.blocks[rows] += blocks
 

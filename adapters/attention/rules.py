@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.sync import SyncLevel
     from tierstore.adapters.presets import Preset
     from tierstore.hardware import Hardware
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
     from tierstore.timeline import Timeline
+    from tierstore.policies.profile import Amounts
 
     SelectionListener = Callable[[int, Ids, Selection], None]
     """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
@@ -75,6 +77,8 @@ class Rules(NamedTuple):
     schedule: str = "sequential"
     micro_batch: int | None = None
     timeline: Timeline | None = None
+    sync: SyncLevel | None = None
+    stalls: Amounts | None = None
 
     @property
     def attends_residents(self) -> bool:

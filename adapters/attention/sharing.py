@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.adapters.attention import exact
 from tierstore.adapters.attention.capacity import fit_middle_tiers, fit_top_tier
 from tierstore.adapters.attention.planning import live_plan
-from tierstore.placement import assign_homes
+from tierstore.adapters.attention.sync import fit_dram, stalls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from tierstore.adapters.attention.lanes import Lanes
     from tierstore.adapters.attention.layer import Layer, Sealed
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.interfaces import Bytes, Ids, Pointers
+    from tierstore.adapters.attention.sync import SyncLevel
+    from tierstore.interfaces import Ids, Pointers
     from tierstore.memory import Memory
     from tierstore.policies.profile import Amounts, ReuseProfile
     from tierstore.store import BlockStore
@@ -113,25 +111,24 @@ class Sharing:
         self.most_residents = int(wanted.max()) if rules.attends_residents else 0
         lanes = np.broadcast_to(np.flatnonzero(live)[:, None], useful.shape).reshape(-1)
         fit_top_tier(self._store, self._segments(), wanted, index_to_come, lanes)
+        if rules.sync is not None:
+            self._fit_dram(rules.sync, self._per_head(stored))
+            return
         tokens = int(self.lanes.tokens.sum())
         blocks = tokens // rules.preset.block_tokens * heads * len(self._layers)
         fit_middle_tiers(self._store, blocks)
 
-    def homes(self, layer: Layer, sealed: Sealed, last: torch.Tensor, scale: float) -> Bytes | None:
-        """The tier where each sealed block gets its first copy beside the backing one.
+    def _fit_dram(self, level: SyncLevel, stored: Amounts) -> None:
+        stalls = self._rules.stalls
+        each = np.ones_like(stored) if stalls is None else stalls[:, None] + np.zeros_like(stored)
+        most = stored.astype(np.int64).reshape(-1)
+        fit_dram(self._store, level, self._segments(), each.reshape(-1), most)
 
-        last: the last queries [H, G, w, d] of the prompt, which rank its blocks.
-        """
-        store = self._store
-        if store.backing == 0:
-            return None
-        size = self._rules.preset.block_tokens
-        weight = exact.importance(last.flatten(1, 2), sealed.keys, size, scale)
-        segments = len(self._layers) * layer.heads * int(self.lanes.live.sum())
-        middle = [store.tiers[level].capacity // segments for level in range(1, store.backing)]
-        top = store.quota(layer.segments[layer.rows(sealed.sequence)])
-        room: list[int | Pointers] = [top, *middle]
-        return assign_homes(weight.cpu().numpy(), room)
+    def stalls(self) -> Amounts:
+        """How often each head had to wait for the disk, float64 [layers, KV heads]."""
+        shape = len(self._layers), -1, self._layers[0].heads
+        stalls: Amounts = stalls_of(self._store, self._segments()).reshape(shape).sum(1)
+        return stalls
 
     def _segments(self) -> Ids:
         """Segments of sequences: (layer, sequence, KV head), the last changing fastest."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.layer import Layer
     from tierstore.adapters.attention.places import Places
     from tierstore.adapters.attention.rules import Rules
+    from tierstore.adapters.attention.sync import Sync
     from tierstore.interfaces import Ids, Index
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
@@ -61,6 +62,8 @@ class Stages:
         self._updating: Run | None = None
         self.places: Places | None = None
         """Where blocks are attended that are not in the top tier; None: all are brought there."""
+        self.sync: Sync | None = None
+        """What is done as soon as blocks are selected."""
         self._step = 0
 
     def close(self) -> None:
@@ -118,6 +121,7 @@ class Stages:
     def _calls(self, step: LayerStep, out: torch.Tensor) -> dict[str, Callable[[Task], None]]:
         def select(task: Task) -> None:
             step.select(task)
+            self._sync(step, task.micro_batch)
             if len(self._rows) == 1:
                 step.take_work_space()
                 if self.places is not None:
@@ -127,6 +131,11 @@ class Stages:
             step.compute(out)
 
         return {"select": select, "judge": step.judge, "fetch": step.fetch, "compute": compute}
+
+    def _sync(self, step: LayerStep, part: int) -> None:
+        selection, rows = step.selections[part], step.rows[part]
+        if self.sync is not None and selection is not None:
+            self.sync.selected(selection, step.layer.segments[rows], step.layer.blocks[rows])
 
     def attend_rows(
         self,
@@ -192,7 +201,8 @@ class Stages:
     def _micro_batch(self, sequences: int) -> int:
         """Sequences of a micro-batch; all where nothing could overlap."""
         rules = self._rules
-        if rules.on_selection is not None or self.places is not None:
+        reads_layers = rules.sync is not None and rules.sync.reads_layers
+        if rules.on_selection is not None or self.places is not None or reads_layers:
             return sequences
         if rules.micro_batch is not None:
             return min(rules.micro_batch, sequences)

@@ -15,6 +15,7 @@ from tierstore.indexers import (
     IndexShape,
     WeightedPQIndex,
 )
+from tierstore.placement import RANKINGS
 from tierstore.policies import DEFAULT_FOR_ATTENTION, LRU, Lookahead, Random
 from tierstore.sizes import check_window, parse_budget
 
@@ -39,6 +40,7 @@ class Preset:
     window: capacity of the fast tier in budgets; the largest that fits, if that is less.
     attends_residents: attend to everything in the fast tier, not only to what was selected.
     observation: how many last prompt tokens rank the prompt's blocks for placement.
+    ranking: what their attention is summed over for that: one of `tierstore.placement.RANKINGS`.
     hysteresis: nats by which a missing block must beat the last one selected to be fetched, or the
         bytes that a step should fetch (``"512KiB"``); 0 fetches all. Otherwise a step attends to
         everything in the fast tier.
@@ -56,6 +58,7 @@ class Preset:
     window: float = 2.0
     attends_residents: bool = False
     observation: int = 16
+    ranking: str = "head"
     hysteresis: float | str = 0.0
     schedule: str = "sfc"
 
@@ -69,12 +72,17 @@ class Preset:
                 f"and sinks >= 0, found {self.block_tokens}, {self.local}, "
                 f"{self.observation} and {self.sinks}"
             )
+        if self.ranking not in RANKINGS:
+            raise ConfigError(
+                f"preset {self.name!r}: ranking={self.ranking!r}: expected one of "
+                f"{', '.join(RANKINGS)}"
+            )
 
 
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("kvdrive", HierarchicalIndex, Lookahead, attends_residents=True),
+        Preset("kvdrive", HierarchicalIndex, Lookahead, attends_residents=True, ranking="global"),
         Preset("best", WeightedPQIndex, attends_residents=True),
         Preset("chunk-mean", ChunkMeanIndex, LRU, block_tokens=8),
         Preset("exact", ExactIndex, Lookahead),

@@ -1,0 +1,231 @@
+"""How blocks come from disk: the four levels of the paper, side by side (K19 to K22)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.adapters.attention.speculation import SPECULATIVE
+from tierstore.errors import ConfigError
+from tierstore.tiers.paged import PagedTier, page_range
+from tierstore.tiers.write_behind import WriteBehindTier
+
+if TYPE_CHECKING:
+    from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.interfaces import Bytes, Ids, Pointers, Selection
+    from tierstore.policies.plan import Plan
+    from tierstore.policies.profile import Amounts
+    from tierstore.scratch import Scratch
+    from tierstore.store import BlockStore
+
+_PIECE_BYTES = 2 << 20
+_PIECE_SHARE = 16
+"""Where layers are read whole, 1/16 of DRAM is read at once, and 2 MiB at most."""
+
+NEAR = 0.5
+"""Blocks that score so many nats less than the last one selected are expected soon."""
+
+_NEAR_SHARE = 4
+"""At most 1/4 as many blocks are expected as were selected."""
+
+
+@dataclass(frozen=True)
+class SyncLevel:
+    """How a step gets blocks that are on disk alone.
+
+    Attributes
+    ----------
+    reads_layers: a layer is read whole, through a memory map, before its attention.
+    is_direct: blocks are read in extents past the page cache, many at once; otherwise through a
+        memory map, of which DRAM holds the pages used last.
+    expects: the pages of likely blocks are asked for while other layers compute.
+    pinned: share of DRAM for slots that each head has of its own; the rest is page cache.
+    """
+
+    name: str
+    reads_layers: bool = False
+    is_direct: bool = False
+    expects: bool = False
+    pinned: float = 0.0
+
+
+SYNC_LEVELS = {
+    "a": SyncLevel("layer-wise", reads_layers=True),
+    "b": SyncLevel("block-wise", is_direct=True),
+    "c": SyncLevel("hierarchical", expects=True),
+    "d": SyncLevel("balanced", expects=True, pinned=0.75),
+}
+
+
+def sync_level(level: str | None, schedule: str) -> SyncLevel | None:
+    """The level called so; ConfigError lists the names, or tells of a schedule that guesses."""
+    if level is None:
+        return None
+    if level not in SYNC_LEVELS:
+        known = ", ".join(f"{key!r} ({each.name})" for key, each in SYNC_LEVELS.items())
+        raise ConfigError(f"sync={level!r}: expected one of {known}")
+    if schedule in SPECULATIVE:
+        raise ConfigError(
+            f"sync={level!r}, schedule={schedule!r}: a level begins with what the true query "
+            "selects: expected another schedule, or no sync="
+        )
+    return SYNC_LEVELS[level]
+
+
+class Sync:
+    """What a level does once blocks of a layer are selected. scratch: of the host."""
+
+    def __init__(self, store: BlockStore, level: SyncLevel, scratch: Scratch) -> None:
+        self.level = level
+        self._store, self._scratch = store, scratch
+
+    def selected(self, selection: Selection, segments: Ids, blocks: Ids) -> None:
+        """Of `segments`, which have so many `blocks`, these are selected."""
+        if self.level.reads_layers:
+            bring_layer(self._store, segments, self._scratch)
+        if self.level.expects:
+            expect_near(self._store, selection, segments, blocks)
+
+
+def check_stalls(
+    stalls: Amounts | None, level: SyncLevel | None, geometry: Geometry, plan: Plan | None
+) -> Amounts | None:
+    """The stalls themselves, or the slots of a plan that says them for a level that has slots.
+
+    ConfigError if they are of another model, or for another level.
+    """
+    if stalls is None:
+        return None if plan is None or level is None or not level.pinned else plan.pinned
+    if level is None or not level.pinned:
+        raise ConfigError("stalls=: expected sync='d', the level that gives heads their own slots")
+    shape = geometry.layers, geometry.kv_heads
+    if np.shape(stalls) != shape or not np.isfinite(stalls).all() or np.min(stalls) < 0:
+        raise ConfigError(
+            f"stalls of shape {np.shape(stalls)}: expected numbers >= 0, [layers, KV heads], "
+            f"{list(shape)}"
+        )
+    return np.asarray(stalls, np.float64)
+
+
+def stalls_of(store: BlockStore, segments: Ids) -> Amounts:
+    """How often blocks of each of `segments` had to wait for the disk, float64 [S]."""
+    disk = mapped(store)
+    if disk is None:
+        raise ConfigError("stalls: nothing counts pages here: make the engine with sync='c' or 'd'")
+    owners = store.owners(store.backing)
+    pages, _ = page_range(np.arange(len(owners), dtype=np.int32), store.layout.block_bytes)
+    waits = disk.waits[pages].astype(np.float64) * (owners >= 0)
+    counted = np.bincount(np.maximum(owners, 0), waits, minlength=int(segments.max()) + 1)
+    stalls: Amounts = counted[segments]
+    return stalls
+
+
+def mapped(store: BlockStore) -> PagedTier | None:
+    """The backing tier if it counts its pages, also behind a buffer for writes; None otherwise."""
+    disk = store.tiers[store.backing]
+    disk = disk.tier if isinstance(disk, WriteBehindTier) else disk
+    return disk if isinstance(disk, PagedTier) else None
+
+
+def fit_dram(
+    store: BlockStore, level: SyncLevel, segments: Ids, stalls: Amounts, most: Pointers
+) -> None:
+    """Divide DRAM into slots of each segment, by how much it stalls, and page cache.
+
+    stalls: [S] >= 0, how often each segment had to wait. most: [S] blocks that it could use.
+    """
+    dram, memory = store.tiers[1], store.tiers[1].memory
+    assert memory is not None
+    if level.pinned:
+        room = int(level.pinned * (memory.limit_bytes - memory.used_bytes + memory.slot_bytes))
+        slots = min(store.limit(1), room // store.layout.block_bytes, int(most.sum()))
+        if slots > dram.capacity:
+            store.resize(1, slots)
+        store.set_quota(segments, share_out(slots, stalls, most), 1)
+    fit_page_cache(store)
+
+
+def fit_page_cache(store: BlockStore) -> None:
+    """Let the page cache of the disk tier be what nothing else uses of DRAM."""
+    memory, disk = store.tiers[1].memory, mapped(store)
+    if disk is not None and memory is not None:
+        disk.cache_bytes = max(0, memory.limit_bytes - memory.used_bytes)
+
+
+def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:
+    """Whole numbers that add up to `total`, in proportion to `weights`, none above its `most`.
+
+    Less than `total` if all have their most. Every row has a tenth of the mean weight at least.
+    """
+    weights = np.maximum(weights, max(0.1 * weights.mean(), 1e-9))
+    shares = np.zeros(len(weights))
+    is_open = np.ones(len(weights), np.bool_)
+    left = float(min(total, int(most.sum())))
+    while left > 0.5 and is_open.any():
+        add = left * weights * is_open / (weights * is_open).sum()
+        shares = np.minimum(shares + add, most)
+        is_open = shares < most
+        left = min(total, int(most.sum())) - float(shares.sum())
+    whole: Pointers = np.floor(shares + 1e-6).astype(np.int64)
+    spare = min(total, int(most.sum())) - int(whole.sum())
+    rest = np.argsort(whole - shares, kind="stable")
+    rest = rest[whole[rest] < most[rest]][:spare]
+    whole[rest] += 1
+    return whole
+
+
+def bring_layer(store: BlockStore, segments: Ids, scratch: Scratch) -> None:
+    """Read all blocks of `segments`, which have equally many, piece by piece into `scratch`."""
+    started = perf_counter()
+    rows, blocks = len(segments), int(store.space.blocks[segments[0]])
+    nbytes = min(_PIECE_BYTES, store.memory.limit_bytes // _PIECE_SHARE)
+    shape = max(rows, nbytes // store.layout.block_bytes), store.layout.block_bytes
+    staging: Bytes = scratch.array("layer", shape, np.uint8)
+    numbers = np.tile(np.arange(blocks, dtype=np.int32), rows)
+    store.expect(np.repeat(segments, blocks), numbers)
+    each = len(staging) // rows
+    for first in range(0, blocks, each):
+        count = min(each, blocks - first)
+        out = staging[: rows * count].reshape(rows, count, -1)
+        store.read(segments, first, count, out)
+    store.metrics.fetch_seconds += perf_counter() - started
+
+
+def expect_near(store: BlockStore, selection: Selection, segments: Ids, blocks: Ids) -> None:
+    """Let the disk prepare blocks that were nearly selected: the next step may select them.
+
+    blocks: int32 [R], how many each row has. Nothing of them is attended before it is selected.
+    """
+    everything = selection.everything
+    if everything is None or not len(selection.ids):
+        return
+    started = perf_counter()
+    rows, near = near_misses(selection, blocks)
+    store.expect(segments[rows], near)
+    store.metrics.fetch_seconds += perf_counter() - started
+
+
+def near_misses(selection: Selection, blocks: Ids) -> tuple[Ids, Ids]:
+    """Rows and numbers of blocks whose score is a little below that of the last one selected."""
+    everything = selection.everything
+    assert everything is not None
+    row_ptr, scores = selection.row_ptr, everything.unit_scores
+    counts = np.diff(row_ptr)
+    cut = np.full(len(counts), np.inf, np.float32)
+    filled = counts > 0
+    cut[filled] = np.minimum.reduceat(selection.scores, row_ptr[:-1][filled])
+    below = cut[:, None] - scores
+    is_near = (below > 0) & (below <= NEAR)
+    width = int(blocks.max(initial=0))
+    unit_of = np.broadcast_to(everything.unit_of[:, :width], (len(counts), width))
+    wanted = np.take_along_axis(is_near, np.maximum(unit_of, 0), 1)
+    wanted &= (unit_of >= 0) & (np.arange(width) < blocks[:, None])
+    rows, near = np.nonzero(wanted)
+    most = len(selection.ids) // _NEAR_SHARE
+    if len(rows) > most:
+        best = np.argpartition(below[rows, unit_of[rows, near]], most)[:most]
+        rows, near = rows[best], near[best]
+    return rows.astype(np.int32), near.astype(np.int32)

@@ -1,0 +1,201 @@
+"""The four ways from disk give the same attention; what each of them does besides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stories import SCALE, Story, check_step, prefilled, small
+
+from tierstore.adapters.attention import SparseAttention
+from tierstore.adapters.attention.sync import NEAR, mapped, near_misses, share_out
+from tierstore.adapters.presets import PRESETS
+from tierstore.errors import ConfigError
+from tierstore.interfaces import BlockScores, Selection
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMITS = {"fast": "700KiB", "dram": "300KiB"}
+
+
+def engine_at(
+    level: str, story: Story, folder: Path, tokens: int = 500, **options: object
+) -> SparseAttention:
+    limits = {**LIMITS, "budget": 0.1, **options}
+    preset = limits.pop("preset", "kvdrive")
+    return prefilled(preset, story, tokens, disk=folder / level, sync=level, **limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", ["a", "b", "c", "d"])
+def test_a_step_attends_to_exactly_what_is_reported(level: str, tmp_path: Path) -> None:
+    story = Story(small(), sequences=2)
+    engine = engine_at(level, story, tmp_path)
+    for _ in range(40):
+        check_step(engine, story, 2e-5)
+    engine.store.validate()
+    report = engine.report()
+    assert report.tiers[2].hits > 0, "nothing came from disk: the limits are too wide"
+    engine.close()
+
+
+@pytest.mark.parametrize("residents", [False, True], ids=["selected", "residents"])
+def test_every_level_gives_the_same_attention(residents: bool, tmp_path: Path) -> None:
+    rules = replace(PRESETS["kvdrive"], attends_residents=residents)
+    outputs = []
+    for level in "abcd":
+        story = Story(small(), sequences=1)
+        engine = engine_at(level, story, tmp_path, preset=rules)
+        steps = []
+        for _ in range(36):
+            layers = range(story.geometry.layers)
+            steps += [engine.attend(i, *story.tell(i, 1), scale=SCALE) for i in layers]
+        outputs.append(torch.stack(steps))
+        engine.close()
+    for other in outputs[1:]:
+        assert torch.equal(outputs[0], other)
+
+
+def test_layers_are_read_whole_at_level_a_only(tmp_path: Path) -> None:
+    read = {}
+    for level in "ac":
+        story = Story(small(), sequences=1)
+        engine = engine_at(level, story, tmp_path)
+        before = engine.store.metrics.tiers[2].bytes_read
+        check_step(engine, story, 2e-5)
+        read[level] = engine.store.metrics.tiers[2].bytes_read - before
+        stored = int(engine.store.space.blocks.sum()) * engine.store.layout.block_bytes
+        engine.close()
+    assert read["a"] > 0.6 * stored > 3 * read["c"]
+
+
+def test_dram_is_one_limit_for_slots_tables_and_pages(tmp_path: Path) -> None:
+    story = Story(small(), sequences=1)
+    engine = engine_at("d", story, tmp_path)
+    memory, disk = engine.store.tiers[1].memory, mapped(engine.store)
+    assert memory is not None
+    assert disk is not None
+    assert engine.store.tiers[1].capacity > 0
+    for _ in range(2):  # work space of the first counts from the second on
+        check_step(engine, story, 2e-5)
+    assert memory.used_bytes + disk.cache_bytes <= memory.limit_bytes
+    assert disk.cache_bytes > 0
+    engine.close()
+
+
+def test_heads_that_stall_more_get_more_slots(tmp_path: Path) -> None:
+    stalls = np.array([[8.0, 1.0], [1.0, 2.0]])
+    story = Story(small(), sequences=1)
+    engine = engine_at("d", story, tmp_path, dram="200KiB", stalls=stalls)
+    segments = np.arange(4, dtype=np.int32)
+    quota = engine.store.quota(segments, 1)
+    assert quota.sum() <= engine.store.tiers[1].capacity
+    assert quota[0] > quota[3] > quota[1]
+    assert abs(int(quota[1]) - int(quota[2])) <= 1
+    for _ in range(34):
+        check_step(engine, story, 2e-5)
+    engine.store.validate()
+    engine.close()
+
+
+def test_stalls_are_counted_for_the_head_whose_blocks_were_on_disk(tmp_path: Path) -> None:
+    story = Story(small(), sequences=2)
+    engine = engine_at("c", story, tmp_path, dram="250KiB", preset=no_warm_up())
+    disk = mapped(engine.store)
+    assert disk is not None
+    disk.drop_cache()
+    before = engine.stalls()
+    for _ in range(3):
+        check_step(engine, story, 2e-5)
+    stalls = engine.stalls() - before
+    assert stalls.shape == (2, 2)
+    assert (stalls > 0).all()
+    assert stalls.sum() <= 2 * disk.waits.sum() * disk.layout.block_bytes
+    engine.close()
+
+
+def no_warm_up() -> object:
+    return replace(PRESETS["kvdrive"], ranking="none")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync": "e"}, "sync='e': expected one of 'a'"),
+        ({"sync": "b", "fast": None}, "expected fast=, dram= and disk="),
+        ({"sync": "b", "dram": None}, "expected fast=, dram= and disk="),
+        ({"sync": "c", "disk_codec": "int8"}, "no disk_codec="),
+        ({"stalls": np.ones((2, 2))}, "stalls=: expected sync='d'"),
+        ({"sync": "d", "stalls": np.ones((2, 3))}, r"stalls of shape \(2, 3\)"),
+        ({"sync": "d", "stalls": -np.ones((2, 2))}, "expected numbers >= 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    arguments = {**LIMITS, "disk": tmp_path / "kv", **options}
+    with pytest.raises(ConfigError, match=message):
+        SparseAttention(small(), **arguments)  # type: ignore[arg-type]
+
+
+def test_only_counted_pages_tell_of_stalls(tmp_path: Path) -> None:
+    story = Story(small(), sequences=1)
+    engine = engine_at("b", story, tmp_path)
+    with pytest.raises(ConfigError, match="nothing counts pages here"):
+        engine.stalls()
+    engine.close()
+
+
+@given(
+    st.integers(0, 300),
+    st.lists(st.tuples(st.floats(0, 1e3), st.integers(0, 60)), min_size=1, max_size=12),
+)
+def test_shares_add_up_and_follow_the_weights(total: int, rows: list[tuple[float, int]]) -> None:
+    weights = np.array([weight for weight, _ in rows])
+    most = np.array([each for _, each in rows], np.int64)
+    shares = share_out(total, weights, most)
+    assert shares.sum() == min(total, most.sum())
+    assert (shares >= 0).all()
+    assert (shares <= most).all()
+    for i in range(len(rows)):
+        for j in range(len(rows)):
+            if weights[i] > weights[j] and shares[i] < most[i]:
+                assert shares[i] >= shares[j] - 1
+
+
+@given(st.integers(0, 999), st.integers(1, 4), st.integers(1, 12), st.booleans())
+def test_near_misses_are_those_just_below_the_cut(
+    seed: int, rows: int, units: int, is_shared: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    blocks = random.integers(units, 3 * units, rows).astype(np.int32)
+    scores = random.normal(0, 1, (rows, units)).astype(np.float32)
+    tables = 1 if is_shared else rows
+    unit_of = random.integers(-1, units, (tables, int(blocks.max()))).astype(np.int32)
+    ids, row_ptr, picked, near = [], [0], [], []
+    for row in range(rows):
+        table = unit_of[min(row, tables - 1), : blocks[row]]
+        own = np.where(table < 0, -np.inf, scores[row, np.maximum(table, 0)])
+        chosen = [b for b in np.argsort(-own)[: random.integers(0, 4)] if table[b] >= 0]
+        ids += chosen
+        picked += [own[b] for b in chosen]
+        row_ptr.append(len(ids))
+        cut = min((own[b] for b in chosen), default=np.inf)
+        near += [
+            (cut - own[b], row, b)
+            for b in range(blocks[row])
+            if table[b] >= 0 and 0 < np.float32(cut) - own[b] <= NEAR
+        ]
+    selection = Selection(
+        np.array(row_ptr, np.int64), np.array(ids, np.int32), np.array(picked, np.float32),
+        BlockScores(scores, unit_of, np.arange(rows, dtype=np.int32)),
+    )  # fmt: skip
+    found = [(int(r), int(b)) for r, b in zip(*near_misses(selection, blocks), strict=True)]
+    assert len(set(found)) == len(found)
+    assert set(found) <= {(row, block) for _, row, block in near}
+    assert len(found) == min(len(near), len(ids) // 4)
