@@ -65,6 +65,10 @@ BENCHMARKS = {
         "the keyed store against lmdb, diskcache, rocksdict and plain files, and fio",
         frozenset({"repeat", "disk", "parts", "records"}),
     ),
+    "prefix": Benchmark(
+        "loading a prompt that was computed before, against its prefill and the disk",
+        frozenset({"repeat", "tokens", "disk"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
@@ -95,7 +99,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--disk",
         metavar="DIR",
-        help="where files lie (decode, store); default: the directory for temporary files",
+        help="where files lie (decode, prefix, store); default: the directory for temporary files",
     )
     parser.add_argument(
         "--parts",

@@ -144,6 +144,13 @@ class Transfers:
                     break
                 handles, rows = handles[~here], rows[~here]
 
+    def levels(self, handles: Ids) -> Bytes:
+        """The first tier that has each block."""
+        found: Bytes = np.full(len(handles), self.backing, np.uint8)
+        for level in reversed(range(self.backing)):
+            found[self.residency[level].slot_of.array[handles] >= 0] = level
+        return found
+
     def _touch(self, level: int, handles: Ids) -> None:
         """Tell a tier's policy that blocks there were used."""
         row_ptr = np.array([0, len(handles)], np.int64)

@@ -152,6 +152,17 @@ class Batch:
             last = None if query is None else query[sequence]
             self._store(number, sequence, last, key[sequence], value[sequence])
 
+    def hold(self, tokens: Pointers) -> None:
+        """Have so many tokens of each sequence, which came another way, and fit the tiers to it."""
+        self.tokens = tokens
+        if self.store.backing > 0:
+            self._fit_tiers(0)
+            self._is_fitted = True
+
+    def segments_of(self, sequence: int) -> Ids:
+        """Segments of one sequence: (layer, KV head), the last changing fastest."""
+        return np.concatenate([layer.segments[layer.rows(sequence)] for layer in self.layers])
+
     def _staging(self) -> Bytes:
         shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
         staging: Bytes = self._scratch.array("staging", shape, np.uint8)

@@ -14,6 +14,7 @@ from tierstore.adapters.attention.batch import Batch
 from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
 from tierstore.adapters.attention.planning import check_planning, plan_for, window_for
 from tierstore.adapters.attention.report import Report, TierReport
+from tierstore.adapters.attention.reuse import check_lossless, kept_tokens, load_batch, save_texts
 from tierstore.adapters.attention.rules import Rules, filter_for
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.errors import ConfigError
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.attention.rules import SelectionListener
+    from tierstore.chain import Tokens
     from tierstore.policies.plan import Plan
     from tierstore.store import BlockStore
 
@@ -193,6 +196,57 @@ class SparseAttention:
         self._batch_for(layer, key, value, scale).absorb(layer, key, value, query)
         self._next_layer = (layer + 1) % self.geometry.layers
 
+    def load_prefix(
+        self,
+        prefixes: Prefixes,
+        texts: Sequence[Tokens | Sequence[int]],
+        *,
+        padding: Sequence[int] | None = None,
+    ) -> int:
+        """Begin with what is kept of texts, one for each sequence, in place of computing it.
+
+        At least two tokens of each text are left to compute. Damage makes it shorter, or nothing.
+
+        Parameters
+        ----------
+        padding: columns before each text; none by default.
+
+        Returns
+        -------
+        Columns that need not come any more, the same for all rows: sequence r has its first
+        ``columns - padding[r]`` tokens, none if that is negative. 0 where nothing is kept.
+        """
+        self._check_whole()
+        if self._batch is not None:
+            raise ConfigError("load_prefix() begins a text, and one is stored: reset() first")
+        try:
+            self._batch, columns = load_batch(
+                prefixes, self._rules, self.layout, self._stack.tiers, texts, padding
+            )
+        finally:
+            if self._batch is None:
+                self.reset()
+        return columns
+
+    def save_prefix(self, prefixes: Prefixes, texts: Sequence[Tokens | Sequence[int]]) -> list[int]:
+        """Keep the beginning of each sequence for `load_prefix`; returns how many tokens of each.
+
+        texts: the tokens that the sequences begin with, as far as attention was exact: not those of
+        decoding. Only whole pieces are kept, of some 64 tokens; what is kept already is not written
+        again.
+        """
+        batch = self._stored()
+        self._check_whole()
+        return save_texts(prefixes, self._rules, batch, texts)
+
+    def kept_tokens(self, tokens: int) -> int:
+        """How many tokens `save_prefix` keeps of a text of so many, and `load_prefix` finds."""
+        return kept_tokens(self._rules, tokens)
+
+    def check_lossless(self) -> None:
+        """ConfigError if a tier is lossy, so that prefixes can be neither loaded nor saved."""
+        check_lossless(self._stack.tiers)
+
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make sequence i what ``rows[i]`` was: reorders, drops and duplicates sequences."""
         batch = self._stored()
@@ -268,19 +322,7 @@ class SparseAttention:
             index_bytes=batch.index_bytes if batch else 0,
             kernels=kernels.backend_of(tiers[0].view),
             tiers=tuple(
-                TierReport(
-                    name=tier.name,
-                    medium=tier.medium,
-                    limit_bytes=tier.memory.limit_bytes if tier.memory else None,
-                    peak_bytes=tier.memory.peak_bytes if tier.memory else tier.used_bytes,
-                    hits=counters.hits,
-                    bytes_read=counters.bytes_read,
-                    bytes_written=counters.bytes_written,
-                    evictions=counters.evictions,
-                    used_for=tier.memory.by_purpose()
-                    if tier.memory
-                    else {"slots": tier.used_bytes},
-                )
+                TierReport.of(tier, counters)
                 for tier, counters in zip(tiers, metrics.tiers, strict=True)
             ),
         )

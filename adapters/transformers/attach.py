@@ -10,6 +10,7 @@ from tierstore.adapters.attention.engine import SparseAttention
 from tierstore.adapters.transformers.attention import NAME, register
 from tierstore.adapters.transformers.cache import TierCache
 from tierstore.adapters.transformers.hooks import DecoderHooks
+from tierstore.adapters.transformers.prefixes import reuse_for
 from tierstore.adapters.transformers.profile import geometry_of, profile_of
 from tierstore.adapters.transformers.session import Session
 from tierstore.errors import ConfigError
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
+    from tierstore.keyed import KeyedStore
     from tierstore.policies.plan import Plan
 
 _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
@@ -40,6 +43,7 @@ def attach(
     hysteresis: float | str | None = None,
     plan: Plan | str | Path | None = None,
     recalibrate: int | None = None,
+    prefixes: str | Path | KeyedStore | Prefixes | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -61,6 +65,9 @@ def attach(
     plan: how window and budget are shared out between layers and heads: a
         `tierstore.policies.Plan` or the file of one. Alike by default.
     recalibrate: make that plan's windows anew once, after so many steps.
+    prefixes: where prompts that were computed are kept: a directory, an open `KeyedStore`, or
+        `Prefixes`. Of a text that begins like one of them the beginning is loaded, and a call
+        returns logits and hidden states of the rest only, at least of two tokens.
 
     Raises
     ------
@@ -83,15 +90,21 @@ def attach(
             recalibrate=recalibrate,
         )
         on_error.callback(engine.close)
-        cache = attach_engine(model, engine)
+        cache = attach_engine(model, engine, prefixes=prefixes)
         on_error.pop_all()
     return cache
 
 
-def attach_engine(model: PreTrainedModel, engine: AttentionEngine) -> TierCache:
+def attach_engine(
+    model: PreTrainedModel,
+    engine: AttentionEngine,
+    *,
+    prefixes: str | Path | KeyedStore | Prefixes | None = None,
+) -> TierCache:
     """Let `model` attend through an engine of your own, made for `geometry_of(model)`.
 
-    The engine is closed with the cache. Where attaching is refused, it stays open.
+    The engine is closed with the cache. Where attaching is refused, it stays open. prefixes: as for
+    `attach`; the engine must be a `SparseAttention`.
     """
     profile = profile_of(model)
     decoder = profile.decoder
@@ -104,10 +117,11 @@ def attach_engine(model: PreTrainedModel, engine: AttentionEngine) -> TierCache:
             f"the engine was made for {engine.geometry}: expected geometry_of(model), which is "
             f"{profile.geometry}"
         )
-    register()
     session = Session(profile, engine)
+    reuse = None if prefixes is None else reuse_for(session, prefixes)
+    register()
     detach = ExitStack()
-    cache = TierCache(session, detach)
+    cache = TierCache(session, detach, reuse)
     hooks = DecoderHooks(cache, session)
     with ExitStack() as on_error:
         on_error.callback(detach.close)
