@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from transformers import DynamicCache, PreTrainedModel
 
+    from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.attention.report import Report
     from tierstore.adapters.transformers import TierCache
     from tierstore.policies.plan import Plan
@@ -44,6 +45,7 @@ class TierOptions:
     plan: Plan | str | Path | None = None
     recalibrate: int | None = None
     timeline: Timeline | None = None
+    prefixes: str | Path | Prefixes | None = None
 
     def attach(self, model: PreTrainedModel) -> TierCache:
         """Attach `model` with these options."""
@@ -63,6 +65,7 @@ class TierOptions:
             plan=self.plan,
             recalibrate=self.recalibrate,
             timeline=self.timeline,
+            prefixes=self.prefixes,
         )
 
 
@@ -149,10 +152,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run made and moved; `comparison` where there was one."""
+    """What a run made and moved.
+
+    Attributes
+    ----------
+    loaded_tokens: of the prompt, from prefixes; the others were computed.
+    comparison: None where there was none.
+    """
 
     generation: Generation
     report: Report
+    loaded_tokens: int = 0
     comparison: Comparison | None = None
 
 
@@ -181,7 +191,7 @@ def generate(
             stops=end_tokens(model),
             on_step=lambda step: observer.answer(step.token),
         )
-        return Result(generation, cache.report())
+        return Result(generation, cache.report(), sum(cache.loaded_tokens))
 
 
 def compare(
@@ -209,7 +219,7 @@ def compare(
     with tiers.attach(model) as cache:
         steps = _steps(model, prompt, cache.kwargs, "prefill", observer)
         generation = _run(steps, len(prompt), max_new_tokens, on_step=on_step)
-        report = cache.report()
+        report, loaded = cache.report(), sum(cache.loaded_tokens)
         difference = _first_difference(full.tokens, generation.tokens)
         if difference is not None:
             del own[difference + 1 :]
@@ -218,7 +228,7 @@ def compare(
             own.extend(_forced(model, full.tokens[difference:-1], cache, observer))
     # The first new token comes from the prefill, which is exact.
     kl = tuple(divergence(p, q) for p, q in zip(expected[1:], own[1:], strict=True))
-    return Result(generation, report, Comparison(full, full_kv_bytes, difference, kl))
+    return Result(generation, report, loaded, Comparison(full, full_kv_bytes, difference, kl))
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -328,7 +338,7 @@ def _forced(
 def _warm_up(model: PreTrainedModel, prompt: Sequence[int], tiers: TierOptions) -> None:
     """Pay once for what neither run shall be charged with; wrong options fail here already."""
     short = prompt[:_WARM_UP_TOKENS]
-    with replace(tiers, keep=False, timeline=None).attach(model) as cache:
+    with replace(tiers, keep=False, timeline=None, prefixes=None).attach(model) as cache:
         list(islice(_steps(model, short, cache.kwargs, "warm-up", SILENCE), 3))
     list(islice(_steps(model, short, own_cache(model), "warm-up", SILENCE), 3))
 

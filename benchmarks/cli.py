@@ -73,6 +73,10 @@ BENCHMARKS = {
         "what the cost model predicts for this machine beside what is measured on it",
         frozenset({"repeat", "tokens", "layers", "disk"}),
     ),
+    "prefix": Benchmark(
+        "loading a prompt that was computed before, against its prefill and the disk",
+        frozenset({"repeat", "tokens", "disk"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
@@ -103,7 +107,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--disk",
         metavar="DIR",
-        help="where files lie (decode, store); default: the directory for temporary files",
+        help="where files lie (decode, prefix, store); default: the directory for temporary files",
     )
     parser.add_argument(
         "--parts",

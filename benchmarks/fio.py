@@ -24,6 +24,20 @@ def random_read(files: Sequence[Path], block: int, total: int, depth: int, *, se
 
     The files are read only, each within its whole length. FioError where that is impossible.
     """
+    return _read(
+        files, "--rw=randread", f"--bs={block}", f"--iodepth={depth}", f"--io_size={total}",
+        f"--randseed={seed + 1}", "--file_service_type=random",
+    )  # fmt: skip
+
+
+def sequential_read(files: Sequence[Path], block: int, depth: int) -> float:
+    """MB/s of reading whole files, one after the other, as `random_read` does."""
+    return _read(
+        files, "--rw=read", f"--bs={block}", f"--iodepth={depth}", "--file_service_type=sequential"
+    )
+
+
+def _read(files: Sequence[Path], *options: str) -> float:
     if shutil.which("fio") is None:
         raise FioError("fio is not installed")
     if not files:
@@ -32,10 +46,8 @@ def random_read(files: Sequence[Path], block: int, total: int, depth: int, *, se
     folder = os.path.commonpath([path.parent for path in files])
     names = (os.path.relpath(path, folder).replace(":", r"\:") for path in files)
     command = (
-        "fio", "--name=cold", f"--filename={':'.join(names)}", "--readonly", "--rw=randread",
-        "--direct=1", "--ioengine=io_uring", f"--bs={block}", f"--iodepth={depth}",
-        f"--io_size={total}", f"--randseed={seed + 1}", "--file_service_type=random",
-        "--allow_file_create=0", "--output-format=json",
+        "fio", "--name=cold", f"--filename={':'.join(names)}", "--readonly", "--direct=1",
+        "--ioengine=io_uring", "--allow_file_create=0", "--output-format=json", *options,
     )  # fmt: skip
     try:
         done = subprocess.run(

@@ -50,23 +50,30 @@ class HierarchicalIndex(ScoringIndex):
 
     def represent(self, new: NewTokens) -> Representatives:
         means = new.pages(self.page_tokens).float().mean(2)
+        pages = means.shape[1]
         stretch = max(1, self.segment_tokens // self.page_tokens)
-        parts = [self._cluster(part) for part in means.split(stretch, dim=1)]
-        offsets = [0]
-        for centroids, _ in parts:
-            offsets.append(offsets[-1] + centroids.shape[1])
+        whole = pages // stretch * stretch
+        parts = [
+            self._cluster(part, stretches)
+            for part, stretches in (
+                (means[:, :whole], whole // stretch),
+                (means[:, whole:], int(whole < pages)),
+            )
+            if stretches
+        ]
         centroids = torch.cat([centroids for centroids, _ in parts], 1)
-        unit_of = torch.cat(
-            [part + offset for (_, part), offset in zip(parts, offsets, strict=False)], 1
-        )
+        first = centroids.shape[1] - parts[-1][0].shape[1]
+        unit_of = torch.cat([*(labels for _, labels in parts[:-1]), parts[-1][1] + first], 1)
         sizes = torch.zeros(centroids.shape[:2], device=centroids.device)
         sizes.scatter_add_(1, unit_of, torch.full(unit_of.shape, float(self.page_tokens)).to(sizes))
         return Representatives({"vectors": centroids}, sizes, unit_of)
 
-    def _cluster(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pages = means.shape[1]
+    def _cluster(self, means: torch.Tensor, stretches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Centroids, and the one of each mean, of so many equal stretches at once."""
+        pages = means.shape[1] // stretches
         wanted = round(pages * self.page_tokens / self.tokens_per_centroid)
-        assignment, centroids = kmeans(
-            means, min(max(1, wanted), pages), iterations=self.iterations
+        each = min(max(1, wanted), pages)
+        labels, centroids = kmeans(
+            means, each * stretches, iterations=self.iterations, segments=stretches
         )
-        return centroids, assignment
+        return centroids, labels

@@ -80,24 +80,30 @@ def token_ids(tokens: Tokens | Sequence[int]) -> TokenIds:
     return np.ascontiguousarray(given, "<u4")
 
 
+def trailer_bytes(block_tokens: int) -> int:
+    """Bytes that prove a block of so many tokens."""
+    return 4 * block_tokens + PROOF_BYTES
+
+
 class Chain:
     """The tokens of a prompt cut into blocks, with what identifies each block and proves it.
 
     digests: uint8 [n, 16], keys of the whole blocks. trailers: uint8 [n, trailer_bytes], the tokens
-    of each and the proof of all before it. tail_ids, tail_trailer: the tokens after them, and the
-    same for these.
+    of each and the proof of all before it. proof: 32 bytes, that of all whole blocks. tail_ids,
+    tail_trailer: the tokens after them, and the same for these.
     """
 
     def __init__(self, tokens: Tokens | Sequence[int], block_tokens: int, extra: bytes) -> None:
         self.ids, self.extra = token_ids(tokens), _as_bytes("extra", extra)
         self.digests = hash_blocks(self.ids, block_tokens, extra=self.extra)
-        self.trailer_bytes = 4 * block_tokens + PROOF_BYTES
+        self.trailer_bytes = trailer_bytes(block_tokens)
         end = len(self) * block_tokens
         whole = self.ids[:end].view(np.uint8).reshape(len(self), 4 * block_tokens)
         proofs = _proofs(whole, block_tokens, self.extra)
         self.trailers = np.hstack([whole, proofs[:-1]])
         self.tail_ids = self.ids[end:]
-        self.tail_trailer: bytes = self.tail_ids.tobytes() + proofs[-1].tobytes()
+        self.proof: bytes = proofs[-1].tobytes()
+        self.tail_trailer: bytes = self.tail_ids.tobytes() + self.proof
 
     def __len__(self) -> int:
         return len(self.digests)

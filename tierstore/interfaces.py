@@ -106,6 +106,11 @@ class Tier(ABC):
         return "memory"
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether blocks come back byte for byte."""
+        return True
+
+    @property
     def is_addressable(self) -> bool:
         """Whether kernels may read `view` in place."""
         return False

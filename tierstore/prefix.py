@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from tierstore.chain import Chain, check_count, hash_blocks
+from tierstore.chain import Chain, check_count, hash_blocks, trailer_bytes
 from tierstore.deadlines import end_of, left_until
 from tierstore.errors import ConfigError
 from tierstore.names import (
@@ -56,6 +56,8 @@ class PrefixCache:
         self.store = store
         self.block_tokens = check_count("block_tokens", block_tokens)
         self.block_bytes = check_count("block_bytes", block_bytes)
+        self.value_bytes = self.block_bytes + trailer_bytes(self.block_tokens)
+        """Bytes of a block in the store, with what proves it."""
         self._references = references_of(store)
 
     def put(
@@ -82,22 +84,41 @@ class PrefixCache:
     def put_chain(self, chain: Chain, blocks: Bytes, first: int) -> int:
         """`put` for a prompt from `chain`; the blocks need not reach its end."""
         self._check_blocks("blocks", blocks)
-        last = first + len(blocks)
-        if not 0 <= first <= last <= len(chain):
-            raise ConfigError(
-                f"blocks of {len(blocks)} rows, first={first}: expected at most {len(chain)} in all"
-            )
+        last = self._last(chain, blocks, first)
         keys = self._keys(chain.digests)
         missing = first + np.flatnonzero(~_contains(self.store, keys[first:last]))
         stored = 0
-        for rows in _batches(missing, self.block_bytes + chain.trailer_bytes):
-            values = np.empty((len(rows), self.block_bytes + chain.trailer_bytes), np.uint8)
+        for rows in _batches(missing, self.value_bytes):
+            values = np.empty((len(rows), self.value_bytes), np.uint8)
             for value, row in zip(values, rows.tolist(), strict=True):
                 value[: self.block_bytes] = blocks[row - first]
             values[:, self.block_bytes :] = chain.trailers[rows]
             stored += int(np.count_nonzero(self.store.put_many(keys[rows], values)))
         self._touch(keys)
         return stored
+
+    def put_values(self, chain: Chain, values: Bytes, first: int) -> int:
+        """`put_chain` without a copy, and whether the store has the blocks or not.
+
+        values: uint8 [n, value_bytes], each a block and room for what proves it, which is filled
+        in here.
+        """
+        self._check_rows("values", values, self.value_bytes)
+        rows = np.arange(first, self._last(chain, values, first))
+        values[:, self.block_bytes :] = chain.trailers[rows]
+        keys = self._keys(chain.digests)
+        stored = int(np.count_nonzero(self.store.put_many(keys[rows], values)))
+        self._touch(keys)
+        return stored
+
+    def _last(self, chain: Chain, blocks: Bytes, first: int) -> int:
+        """The number after that of the last block; ConfigError if the chain has no such blocks."""
+        last = first + len(blocks)
+        if not 0 <= first <= last <= len(chain):
+            raise ConfigError(
+                f"blocks of {len(blocks)} rows, first={first}: expected at most {len(chain)} in all"
+            )
+        return last
 
     def match(self, tokens: Tokens | Sequence[int], *, extra: bytes = b"") -> int:
         """How many blocks from the start are in the store, by their keys alone.
@@ -133,25 +154,40 @@ class PrefixCache:
     ) -> int:
         """`get_into` for a prompt from `chain`."""
         self._check_blocks("out", out)
-        if first < 0:
-            raise ConfigError(f"first={first}: expected the number of a block, 0 or more")
-        end = end_of(deadline)
-        keys, trailers = self._keys(chain.digests)[first:], chain.trailers[first:]
-        size, got = self.block_bytes + chain.trailer_bytes, 0
-        batches = _batches(np.arange(self._run(keys[: len(out)])), size)
-        scratch = np.empty((max(map(len, batches), default=0), size), np.uint8)
-        for rows in batches:
-            left = left_until(end)
-            values = scratch[: len(rows)]
-            sizes = self.store.get_into(keys[rows], values, deadline=left)
-            proven = (values[:, self.block_bytes :] == trailers[rows]).all(axis=1)
-            count = _leading(proven & (sizes == size))
+        end, got = end_of(deadline), 0
+        step = min(len(out), _at_once(self.value_bytes))
+        scratch = np.empty((step, self.value_bytes), np.uint8)
+        while got < len(out):
+            values = scratch[: len(out) - got]
+            count = self.get_values(chain, values, first + got, left_until(end))
             out[got : got + count] = values[:count, : self.block_bytes]
             got += count
-            if count < len(rows):
+            if count < len(values):
                 break
-        self._touch(keys[:got])
         return got
+
+    def get_values(
+        self, chain: Chain, values: Bytes, first: int = 0, deadline: float | None = None
+    ) -> int:
+        """The longest stored run of blocks from number `first` on, in place; returns how many.
+
+        values: uint8 [n, value_bytes], each a block and then what proves it. If `value_bytes` are
+        whole pages, those of `aligned_rows` come from the disk without a copy. Rows after the run
+        hold anything.
+        """
+        self._check_rows("values", values, self.value_bytes)
+        if first < 0:
+            raise ConfigError(f"first={first}: expected the number of a block, 0 or more")
+        keys = self._keys(chain.digests)
+        run = self._run(keys[first : first + len(values)])
+        if not run:
+            return 0
+        rows = slice(first, first + run)
+        sizes = self.store.get_into(keys[rows], values[:run], deadline=deadline)
+        proven = (values[:run, self.block_bytes :] == chain.trailers[rows]).all(axis=1)
+        count = _leading(proven & (sizes == self.value_bytes))
+        self._touch(keys[: first + count])
+        return count
 
     def lease(
         self, tokens: Tokens | Sequence[int], *, owner: str, seconds: float, extra: bytes = b""
@@ -251,11 +287,12 @@ class PrefixCache:
         return len(chain.tail_ids)
 
     def _check_blocks(self, name: str, blocks: Bytes) -> None:
+        self._check_rows(name, blocks, self.block_bytes)
+
+    def _check_rows(self, name: str, blocks: Bytes, width: int) -> None:
         is_right = isinstance(blocks, np.ndarray) and blocks.dtype == np.uint8 and blocks.ndim == 2
-        if not is_right or blocks.shape[1] != self.block_bytes:
-            raise ConfigError(
-                f"{name}: expected uint8 [blocks, {self.block_bytes}], found {_kind(blocks)}"
-            )
+        if not is_right or blocks.shape[1] != width:
+            raise ConfigError(f"{name}: expected uint8 [blocks, {width}], found {_kind(blocks)}")
 
     def _hold(self, name: bytes, blocks: list[bytes]) -> None:
         gone = self._references.hold(name, blocks)
@@ -329,8 +366,12 @@ def _leading(flags: npt.NDArray[np.bool_]) -> int:
 
 def _batches(rows: npt.NDArray[np.int64], size: int) -> list[npt.NDArray[np.int64]]:
     """Rows in groups whose values, `size` bytes each, take some 16 MiB together."""
-    step = max(_LEAST_ROWS, _SCRATCH_BYTES // size)
+    step = _at_once(size)
     return [rows[at : at + step] for at in range(0, len(rows), step)]
+
+
+def _at_once(size: int) -> int:
+    return max(_LEAST_ROWS, _SCRATCH_BYTES // size)
 
 
 def _check_tail(name: str, tail: Bytes) -> None:

@@ -7,23 +7,33 @@ in common, a record describes thousands of blocks, and what was saved outlives t
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.aligned import aligned_rows
+from tierstore.chain import trailer_bytes
 from tierstore.errors import ConfigError
 from tierstore.prefix import PrefixCache
+from tierstore.volume.format import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
-    from tierstore.chain import Tokens
+    from tierstore.chain import Chain, Tokens
     from tierstore.interfaces import Bytes, Ids
     from tierstore.keyed import KeyedStore
     from tierstore.layout import BlockLayout
     from tierstore.store import BlockStore
 
-_BYTES_AT_ONCE = 32 << 20
+_BYTES_AT_ONCE = 16 << 20
+_READS = 2
+"""Reads of so many bytes under way while the blocks of one more are entered."""
 
 
 def segment_cache(
@@ -38,10 +48,24 @@ def segment_cache(
             f"segments={segments}, block_tokens={block_tokens}: expected at least one segment, and "
             f"a multiple of the layout's {layout.tokens} tokens"
         )
-    each = block_tokens // layout.tokens
-    return PrefixCache(
-        store, block_tokens=block_tokens, block_bytes=segments * each * layout.block_bytes
-    )
+    nbytes = _piece_bytes(layout, segments, block_tokens)
+    return PrefixCache(store, block_tokens=block_tokens, block_bytes=nbytes)
+
+
+def group_extra(layout: BlockLayout, segments: int, extra: bytes = b"") -> bytes:
+    """What the pieces of a group depend on beside tokens: others may be padded to as many bytes."""
+    return b"%d segments of %d bytes:%b" % (segments, layout.block_bytes, extra)
+
+
+def _piece_bytes(layout: BlockLayout, segments: int, block_tokens: int) -> int:
+    """Bytes of a piece: its blocks, and as many more as make its value whole pages and blocks.
+
+    So values come straight from the disk, and what stands in them is an array of blocks.
+    """
+    proof = trailer_bytes(block_tokens)
+    blocks = segments * (block_tokens // layout.tokens) * layout.block_bytes
+    unit = math.lcm(PAGE, layout.block_bytes)
+    return -(-(blocks + proof) // unit) * unit - proof
 
 
 def save_segments(
@@ -50,23 +74,35 @@ def save_segments(
     store: BlockStore,
     segments: Ids,
     *,
+    tail: Bytes | None = None,
     extra: bytes = b"",
 ) -> int:
     """Save a group's blocks of a prompt, as far as they are whole; returns tokens now saved.
 
-    tokens: the prompt that the segments hold from their first block on, in order. What is saved
-    already is not written again; the store may refuse some, which shortens what is found later.
+    tokens: the prompt that the segments hold from their first block on, in order. tail: uint8
+    [S, n, block_bytes], blocks that follow those in the store. What is saved already is not written
+    again; the store may refuse some, which shortens what is found later.
     """
     each = _blocks_each(cache, store, segments)
-    total = min(len(tokens) // cache.block_tokens, int(store.space.blocks[segments].min()) // each)
-    chain = cache.chain(tokens[: total * cache.block_tokens], extra=extra)
-    first, step = cache.match_chain(chain), _step(cache)
-    for start in range(first, total, step):
-        count = min(step, total - start)
-        read: Bytes = np.empty((len(segments), count * each, store.layout.block_bytes), np.uint8)
-        store.read(segments, start * each, count * each, read)
-        blocks = read.reshape(len(segments), count, -1).swapaxes(0, 1).reshape(count, -1)
-        cache.put_chain(chain, blocks, start)
+    stored = int(store.space.blocks[segments].min())
+    have = stored + (0 if tail is None else tail.shape[1])
+    total = min(len(tokens) // cache.block_tokens, have // each)
+    own = tokens[: total * cache.block_tokens]
+    chain = cache.chain(own, extra=group_extra(store.layout, len(segments), extra))
+    first = cache.match_chain(chain)
+    values = aligned_rows(_step(cache, total - first), cache.value_bytes)
+    for start in range(first, total, len(values)):
+        count = min(len(values), total - start)
+        blocks = values[:count].reshape(-1, store.layout.block_bytes)
+        rows = _rows(cache, store.layout, len(segments), count)
+        inside = max(0, min(stored - start * each, count * each))
+        if inside:
+            own = np.ascontiguousarray(rows[:, :inside])
+            store.read(segments, start * each, inside, blocks, own)
+        if tail is not None and inside < count * each:
+            behind = start * each + inside - stored
+            blocks[rows[:, inside:]] = tail[:, behind : behind + count * each - inside]
+        cache.put_values(chain, values[:count], start)
     return cache.match_chain(chain) * cache.block_tokens
 
 
@@ -76,11 +112,14 @@ def load_segments(
     store: BlockStore,
     segments: Ids,
     *,
+    homes: Bytes | None = None,
     extra: bytes = b"",
 ) -> int:
     """Append the longest saved run of a prompt to a group of empty segments; returns its tokens.
 
-    CapacityError if the block store is full; the segments are then as far as they came.
+    homes: uint8 [S, n], as for `BlockStore.append`, of the first n blocks; blocks behind them get
+    no copy beside the backing one. CapacityError if the block store is full; the segments are then
+    as far as they came.
     """
     each = _blocks_each(cache, store, segments)
     if store.space.blocks[segments].any():
@@ -88,30 +127,71 @@ def load_segments(
             f"segments {segments.tolist()} have {store.space.blocks[segments].tolist()} blocks: "
             "expected empty ones"
         )
-    chain, step = cache.chain(tokens, extra=extra), _step(cache)
-    out: Bytes = np.empty((step, cache.block_bytes), np.uint8)
-    count, start = step, 0
-    while count == step:
-        count = cache.get_chain_into(chain, out, start)
-        shape = (count, len(segments), each * store.layout.block_bytes)
-        blocks = np.ascontiguousarray(out[:count].reshape(shape).swapaxes(0, 1))
-        store.append(segments, blocks.reshape(len(segments), -1, store.layout.block_bytes))
-        start += count
-    return int(store.space.blocks[segments[0]]) * store.layout.tokens
+    start = 0
+    chain = cache.chain(tokens, extra=group_extra(store.layout, len(segments), extra))
+    with closing(_runs(cache, chain)) as runs:
+        for values in runs:
+            rows = _rows(cache, store.layout, len(segments), len(values))
+            blocks = values.reshape(-1, store.layout.block_bytes)
+            own = None if homes is None else _part(homes, start, rows.shape[1], store.backing)
+            store.append(segments, blocks, home=own, rows=rows)
+            start += len(values) * each
+    return start * store.layout.tokens
 
 
-def _step(cache: PrefixCache) -> int:
-    """Blocks of the cache that are copied at once."""
-    return max(1, _BYTES_AT_ONCE // cache.block_bytes)
+def _runs(cache: PrefixCache, chain: Chain) -> Generator[Bytes]:
+    """Values of the longest saved run, some at a time; each valid until the next is asked for.
+
+    While some are in use, the next are read.
+    """
+    step = _step(cache, len(chain))
+
+    def read(buffer: Bytes, start: int) -> tuple[Bytes, int, int]:
+        wanted = min(step, len(chain) - start)
+        return buffer, wanted, cache.get_values(chain, buffer[:wanted], start)
+
+    starts = iter(range(0, len(chain), step))
+    buffers = [aligned_rows(step, cache.value_bytes) for _ in range(_READS + 1)]
+    with ThreadPoolExecutor(_READS, "tierstore-load") as readers:
+        pairs = zip(buffers, starts, strict=False)
+        under_way = deque(readers.submit(read, *pair) for pair in pairs)
+        while under_way:
+            buffer, wanted, count = under_way.popleft().result()
+            if count:
+                yield buffer[:count]
+            if count < wanted:
+                return
+            under_way.extend(readers.submit(read, buffer, start) for start in islice(starts, 1))
+
+
+def _part(homes: Bytes, first: int, count: int, backing: int) -> Bytes:
+    """The homes of `count` blocks from number `first` on."""
+    own: Bytes = np.full((len(homes), count), backing, np.uint8)
+    known = homes[:, first : first + count]
+    own[:, : known.shape[1]] = known
+    return own
+
+
+def _rows(cache: PrefixCache, layout: BlockLayout, segments: int, count: int) -> Ids:
+    """Where each segment's blocks stand in `count` values: int32 [S, count * blocks each]."""
+    each = cache.block_tokens // layout.tokens
+    value = np.arange(count)[:, None] * (cache.value_bytes // layout.block_bytes)
+    inside = np.arange(segments)[:, None, None] * each + np.arange(each)
+    rows: Ids = (value + inside).reshape(segments, -1).astype(np.int32)
+    return rows
+
+
+def _step(cache: PrefixCache, values: int) -> int:
+    """Values that are copied at once, of so many."""
+    return max(1, min(values, _BYTES_AT_ONCE // cache.value_bytes))
 
 
 def _blocks_each(cache: PrefixCache, store: BlockStore, segments: Ids) -> int:
-    """Blocks of a segment in a block of the cache; ConfigError if they do not go together."""
-    each = cache.block_tokens // store.layout.tokens
-    expected = len(segments) * each * store.layout.block_bytes
+    """Blocks of a segment in a piece of the cache; ConfigError if they do not go together."""
+    expected = _piece_bytes(store.layout, len(segments), cache.block_tokens)
     if cache.block_bytes != expected or cache.block_tokens % store.layout.tokens:
         raise ConfigError(
             f"a cache of blocks of {cache.block_tokens} tokens and {cache.block_bytes} bytes: "
             f"expected {expected} bytes for {len(segments)} segments; make it with segment_cache"
         )
-    return each
+    return cache.block_tokens // store.layout.tokens

@@ -305,12 +305,14 @@ class BlockStore:
         home: Bytes | None = None,
         tokens: Ids | None = None,
         order: Pointers | None = None,
+        rows: Ids | None = None,
     ) -> Ids:
         """Add the same number of blocks to the end of each segment.
 
         Parameters
         ----------
         blocks: bytes [S, n, block_bytes]. They are in the backing tier when this returns.
+        rows: int32 [S, n], where they stand in another order: `blocks` is then [m, block_bytes].
         valid: uint8 [S, n] tokens that count in each block; all by default. What a block holds
             beyond them must be finite numbers.
         home: uint8 [S, n], the tier that gets a copy now, as far as it has room without evicting;
@@ -329,7 +331,7 @@ class BlockStore:
         of a tier, pass through. Then the segments are as before.
         """
         with self._changing():
-            moves, count = self._moves, blocks.shape[1]
+            moves, count = self._moves, (blocks if rows is None else rows).shape[1]
             total = len(segments) * count
             if tokens is not None and self._tokens is None:
                 entry = (self.layout.tokens,)
@@ -337,14 +339,14 @@ class BlockStore:
             self.space.reserve_blocks(segments, count)
             self._ensure_backing(total)
             handles = self.space.extend(segments, count)
-            flat, rows = handles.reshape(-1), np.arange(total, dtype=np.int32)
-            data = blocks.reshape(total, self.layout.block_bytes)
+            flat, data = handles.reshape(-1), blocks.reshape(-1, self.layout.block_bytes)
+            rows = np.arange(total, dtype=np.int32) if rows is None else rows.reshape(-1)
             moves.valid.array[flat] = self.layout.tokens if valid is None else valid.reshape(-1)
             if tokens is not None and self._tokens is not None:
                 self._tokens.array[flat] = tokens.reshape(total, self.layout.tokens)
             try:
-                placed = rows if order is None else _placed(order, (len(segments), count))
-                moves.write(self.backing, flat[placed], data, placed)
+                placed = _placed(order, (len(segments), count))
+                moves.write(self.backing, flat[placed], data, rows[placed])
                 self._settle(flat, data, rows, home)
             except Exception as error:
                 self._take_back(segments, count, flat, error)
@@ -493,18 +495,30 @@ class BlockStore:
             )  # fmt: skip
             return Visit(row_ptr, slots, valid, handles)
 
-    def read(self, segments: Ids, first: int, count: int, out: Bytes) -> Bytes:
+    def read(
+        self, segments: Ids, first: int, count: int, out: Bytes, rows: Ids | None = None
+    ) -> Bytes:
         """Blocks ``first:first + count`` of each segment into out [S, count, block_bytes].
 
-        Returns their valid counts, uint8 [S, count].
+        With rows int32 [S, count], into those of out [m, block_bytes]. Returns their valid counts,
+        uint8 [S, count].
         """
         with self._lock:
-            numbers = np.arange(first, first + count, dtype=np.int32)
-            blocks = np.broadcast_to(numbers, (len(segments), count))
-            handles = self._handles(segments, blocks)
-            self._moves.read(handles, out.reshape(len(handles), self.layout.block_bytes))
+            handles = self._range(segments, first, count)
+            data = out.reshape(-1, self.layout.block_bytes)
+            self._moves.read(handles, data, None if rows is None else rows.reshape(-1))
             valid: Bytes = self._moves.valid.array[handles].reshape(len(segments), count)
             return valid
+
+    def levels(self, segments: Ids, count: int) -> Bytes:
+        """The first tier that has each of the first `count` blocks, uint8 [S, count]."""
+        with self._lock:
+            handles = self._range(segments, 0, count)
+            return self._moves.levels(handles).reshape(len(segments), count)
+
+    def _range(self, segments: Ids, first: int, count: int) -> Ids:
+        numbers = np.arange(first, first + count, dtype=np.int32)
+        return self._handles(segments, np.broadcast_to(numbers, (len(segments), count)))
 
     @contextmanager
     def lease(self, segments: Ids, blocks: Ids) -> Iterator[None]:
@@ -554,9 +568,14 @@ def _metadata_memory(tiers: Sequence[Tier]) -> Memory:
     return host[-1] if host else unlimited()
 
 
-def _placed(order: Pointers, shape: tuple[int, int]) -> Ids:
-    """Positions among all new blocks [S, n] in the order of their slots; ConfigError if wrong."""
+def _placed(order: Pointers | None, shape: tuple[int, int]) -> Ids | slice:
+    """Positions among all new blocks [S, n] in the order of their slots; ConfigError if wrong.
+
+    All in order by default.
+    """
     count = shape[1]
+    if order is None:
+        return slice(None)
     if order.shape != shape or not (np.sort(order, 1) == np.arange(count)).all():
         raise ConfigError(
             f"order {list(order.shape)} of blocks: expected {list(shape)}, in each row the numbers "

@@ -189,12 +189,13 @@ class Transfers:
                     under_way.enter_context(self.timeline.transfer(tier.name, "read", nbytes))
                     under_way.callback(tier.read(source.slots, out, source.rows).wait)
 
-    def read(self, handles: Ids, out: Bytes) -> None:
-        """Block ``handles[i]`` into ``out[i]``, from the first tier that has it.
+    def read(self, handles: Ids, out: Bytes, rows: Ids | None = None) -> None:
+        """Block ``handles[i]`` into ``out[rows[i]]``, by default ``out[i]``, from the first tier
+        that has it.
 
         Also with an error, no transfer is under way when this returns.
         """
-        rows = np.arange(len(handles), dtype=np.int32)
+        rows = np.arange(len(handles), dtype=np.int32) if rows is None else rows
         sources = []
         for level in range(len(self.tiers)):
             here, found = self._found(level, handles)
@@ -218,6 +219,13 @@ class Transfers:
         self.metrics.tiers[level].hits += len(handles)
         if level < self.backing:
             self._touch(level, handles)
+
+    def levels(self, handles: Ids) -> Bytes:
+        """The first tier that has each block."""
+        found: Bytes = np.full(len(handles), self.backing, np.uint8)
+        for level in reversed(range(self.backing)):
+            found[self.residency[level].slot_of.array[handles] >= 0] = level
+        return found
 
     def _touch(self, level: int, handles: Ids) -> None:
         """Tell a tier's policy that blocks there were used."""

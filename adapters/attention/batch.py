@@ -97,7 +97,7 @@ class Batch:
             )
             for _ in range(geometry.layers)
         ]  # fmt: skip
-        self._warm_up = WarmUp(self.store, preset.ranking, self.layers)
+        self.warm_up = WarmUp(self.store, preset.ranking, self.layers)
         reserve_backing(self.store, rows * int(blocks.sum()))
         if rules.sync is None:
             fit_middle_tiers(self.store, rows * int(blocks.sum()))
@@ -191,6 +191,15 @@ class Batch:
             if lane in self._late:
                 raise self._late.pop(lane)
 
+    def hold(self, tokens: Pointers) -> None:
+        """Have so many tokens in each lane, which came another way, and fit the tiers to it."""
+        self.lanes.tokens[:] = tokens
+        self.sharing.hold()
+
+    def segments_of(self, sequence: int) -> Ids:
+        """Segments of one sequence: (layer, KV head), the last changing fastest."""
+        return np.concatenate([layer.segments[layer.rows(sequence)] for layer in self.layers])
+
     def _staging(self) -> Bytes:
         shape = (self.rules.geometry.kv_heads * _STAGING_BLOCKS, self.store.layout.block_bytes)
         staging: Bytes = self._scratch.array("staging", shape, np.uint8)
@@ -218,7 +227,7 @@ class Batch:
         homes = None if last is None else self._homes(number, sealed, last)
         layer.store_tokens(sealed, homes)
         if number == len(self.layers) - 1:
-            self._warm_up.finish(sequence)
+            self.warm_up.finish(sequence)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
@@ -234,7 +243,7 @@ class Batch:
         weight = exact.importance(
             last, sealed.keys, strip, self.rules.preset.block_tokens, self.scale
         )
-        return self._warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
+        return self.warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
 
     # One new token per sequence
 

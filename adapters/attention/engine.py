@@ -17,6 +17,7 @@ from tierstore.adapters.attention.passes import Passes
 from tierstore.adapters.attention.places import check_where
 from tierstore.adapters.attention.planning import check_planning, plan_for, tuned, window_for
 from tierstore.adapters.attention.reporting import report_of
+from tierstore.adapters.attention.reuse import check_lossless, kept_tokens, load_batch, save_texts
 from tierstore.adapters.attention.rules import Rules, filter_for, schedule_for
 from tierstore.adapters.attention.spread import Spread
 from tierstore.adapters.attention.sync import check_stalls, sync_level
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.adapters.attention.geometry import Geometry
+    from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.attention.report import Report
     from tierstore.adapters.attention.rules import SelectionListener
+    from tierstore.chain import Tokens
     from tierstore.hardware import Hardware
     from tierstore.policies.plan import Plan
     from tierstore.policies.profile import Amounts
@@ -335,6 +338,62 @@ class SparseAttention:
         named = self._named(layer, key, value, None, scale)
         with self._one_layer(layer, key, named, scale, ends_all=True) as batch:
             batch.absorb(layer, key, value, query)
+
+    def load_prefix(
+        self,
+        prefixes: Prefixes,
+        texts: Sequence[Tokens | Sequence[int]],
+        *,
+        padding: Sequence[int] | None = None,
+    ) -> int:
+        """Begin with what is kept of texts, one for each sequence, in place of computing it.
+
+        At least two tokens of each text are left to compute. Damage makes it shorter, or nothing.
+
+        Parameters
+        ----------
+        padding: columns before each text; none by default.
+
+        Returns
+        -------
+        Columns that need not come any more, the same for all rows: sequence r has its first
+        ``columns - padding[r]`` tokens, none if that is negative. 0 where nothing is kept.
+        """
+        self._check_open()
+        known = self._passes.sequences
+        if self._batch is not None or known.numbers:
+            raise ConfigError("load_prefix() begins a text, and one is stored: reset() first")
+        try:
+            self._batch, columns = load_batch(
+                prefixes, self._rules, self.layout, self._stack.tiers, texts, padding
+            )
+        finally:
+            if self._batch is None:
+                self.reset()
+        if self._batch is not None:
+            for lane, promised in enumerate(self._batch.lanes.promised.tolist()):
+                known.enter(lane, Admitted(promised, self._rules.budget))
+        return columns
+
+    def save_prefix(self, prefixes: Prefixes, texts: Sequence[Tokens | Sequence[int]]) -> list[int]:
+        """Keep the beginning of each sequence for `load_prefix`; returns how many tokens of each.
+
+        texts: the tokens that the sequences begin with, as far as attention was exact: not those of
+        decoding. Only whole pieces are kept, of some 64 tokens; what is kept already is not written
+        again.
+        """
+        batch = self._stored()
+        self._passes.check_between()
+        batch.settle()
+        return save_texts(prefixes, self._rules, batch, texts)
+
+    def kept_tokens(self, tokens: int) -> int:
+        """How many tokens `save_prefix` keeps of a text of so many, and `load_prefix` finds."""
+        return kept_tokens(self._rules, tokens)
+
+    def check_lossless(self) -> None:
+        """ConfigError if a tier is lossy, so that prefixes can be neither loaded nor saved."""
+        check_lossless(self._stack.tiers)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make sequence i what the ``rows[i]``-th was: reorders, drops and duplicates sequences.

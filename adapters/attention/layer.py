@@ -7,22 +7,25 @@ most recent ones in the row's *strip*, which is always resident and attended; al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tierstore.interfaces import IndexContext
 from tierstore.kernels import tables
 from tierstore.kernels.element import is_host, stored_dtype, to_tensor
 from tierstore.placement import packing_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
 
     from tierstore.adapters.attention.exact import Piece
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
-    from tierstore.interfaces import Bytes, Ids, Index, IndexContext
+    from tierstore.interfaces import Bytes, Ids, Index
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
     from tierstore.store import BlockStore
@@ -161,6 +164,32 @@ class Layer:
             order=None if clusters is None else packing_order(clusters),
         )
         self.blocks[rows] += blocks
+
+    def sealed(self, tokens: int) -> int:
+        """Most blocks of a text of so many tokens: none of the sinks and the local window."""
+        beyond = tokens - self._preset.sinks - self._preset.local
+        return max(0, beyond // self._preset.block_tokens)
+
+    def take_over(self, sequence: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Have sinks [H, n, .] and the blocks that the store has; the index is another matter."""
+        rows = self.rows(sequence)
+        self._set_strip(sequence, key, value)
+        self.blocks[rows] = self._store.space.blocks[self.segments[rows]]
+
+    def restore_index(self, state: Mapping[str, npt.NDArray[Any]] | None) -> None:
+        """Have an index of that state, for these segments; None changes nothing."""
+        if state is not None:
+            own = {"segments": self.segments} if "segments" in state else {}
+            self.index.restore({**state, **own})
+
+    def rebuild_index(self, sequence: int) -> None:
+        """Enter all blocks of a sequence into the index, which has none of them."""
+        rows = self.rows(sequence)
+        blocks = int(self.blocks[rows][0])
+        if blocks:
+            shape = (self.heads * blocks, self._store.layout.block_bytes)
+            keys, values = self._read(sequence, 0, blocks, np.empty(shape, np.uint8))
+            self.index.extend(rows, keys, values, IndexContext())
 
     def past(self, sequence: int, staging: Bytes) -> Iterator[Piece]:
         """All tokens of one sequence, piece by piece; each is valid until the next is asked for."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.table import Table
 
 from tierstore.sizes import format_size
+
+if TYPE_CHECKING:
+    from tierstore.interfaces import Tier
+    from tierstore.metrics import TierMetrics
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,22 @@ class TierReport:
     bytes_written: int
     evictions: int
     used_for: dict[str, int]
+
+    @classmethod
+    def of(cls, tier: Tier, counters: TierMetrics) -> Self:
+        """What a tier did, by its counters."""
+        memory = tier.memory
+        return cls(
+            name=tier.name,
+            medium=tier.medium,
+            limit_bytes=memory.limit_bytes if memory else None,
+            peak_bytes=memory.peak_bytes if memory else tier.used_bytes,
+            hits=counters.hits,
+            bytes_read=counters.bytes_read,
+            bytes_written=counters.bytes_written,
+            evictions=counters.evictions,
+            used_for=memory.by_purpose() if memory else {"slots": tier.used_bytes},
+        )
 
 
 @dataclass(frozen=True)

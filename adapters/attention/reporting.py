@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.rules import Rules
     from tierstore.interfaces import Tier
     from tierstore.layout import BlockLayout
-    from tierstore.metrics import TierMetrics
 
 
 def report_of(
@@ -36,22 +35,7 @@ def report_of(
         hysteresis=rules.hysteresis.delta,
         index_bytes=batch.index_bytes if batch else 0,
         kernels=kernels.backend_of(tiers[0].view),
-        tiers=tuple(map(_tier_report, tiers, metrics.tiers)),
-    )
-
-
-def _tier_report(tier: Tier, counters: TierMetrics) -> TierReport:
-    memory = tier.memory
-    return TierReport(
-        name=tier.name,
-        medium=tier.medium,
-        limit_bytes=memory.limit_bytes if memory else None,
-        peak_bytes=memory.peak_bytes if memory else tier.used_bytes,
-        hits=counters.hits,
-        bytes_read=counters.bytes_read,
-        bytes_written=counters.bytes_written,
-        evictions=counters.evictions,
-        used_for=memory.by_purpose() if memory else {"slots": tier.used_bytes},
+        tiers=tuple(map(TierReport.of, tiers, metrics.tiers)),
     )
 
 

@@ -83,6 +83,12 @@ class Sharing:
             self._fit(self._index_to_come(first, sealed, memory))
             self._is_fitted = True
 
+    def hold(self) -> None:
+        """Share the tiers out to what the lanes have, whose indexes are complete."""
+        if self._store.backing > 0:
+            self._fit(0)
+            self._is_fitted = True
+
     def sequences_changed(self) -> None:
         """Share the tiers out after sequences came or went, and count reuse from here on."""
         if self._profile is not None:

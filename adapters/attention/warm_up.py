@@ -41,7 +41,7 @@ class WarmUp:
             self._add(number, sequence, importance)
             return nowhere
         ranked = pooled(importance[None], self._ranking)[0]
-        return assign_homes(ranked, self._room(layer.segments[layer.rows(sequence)]))
+        return assign_homes(ranked, self.room(layer.segments[layer.rows(sequence)]))
 
     def _add(self, number: int, sequence: int, importance: Scores) -> None:
         mine = pooled(importance[None], "global")[:, :1]
@@ -56,9 +56,9 @@ class WarmUp:
         ranked = np.broadcast_to(sums[0], (len(segments), sums.shape[2]))
         layer = self._layers[0]
         first = int(layer.blocks[layer.rows(sequence)][0]) - sums.shape[2]
-        self._store.promote(segments, first, assign_homes(ranked, self._room(segments)))
+        self._store.promote(segments, first, assign_homes(ranked, self.room(segments)))
 
-    def _room(self, segments: Ids) -> list[int | Pointers]:
+    def room(self, segments: Ids) -> list[int | Pointers]:
         """Blocks that the tiers above the backing one may take of each of `segments`."""
         store = self._store
         used = [np.count_nonzero(store.quota(layer.segments)) for layer in self._layers]

@@ -64,6 +64,7 @@ def _tiers(options: argparse.Namespace) -> TierOptions:
         hysteresis=options.hysteresis,
         plan=options.plan,
         recalibrate=options.recalibrate,
+        prefixes=options.prefixes,
     )
 
 

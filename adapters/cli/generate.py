@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _DESCRIPTION = """
 Answer a question about a document with keys and values on a disk, in DRAM and in a bounded fast
 tier. The prompt is computed exactly; then each new token attends to the blocks that matter. Nothing
-is downloaded, and what is stored is gone afterwards.
+is downloaded, and what is stored is gone afterwards, but for --prefixes.
 """
 
 
@@ -105,6 +105,11 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
         help="how blocks are coded on disk, in checksummed extents that are read past the page "
         "cache: raw, int8, k8v4 or another; without it, a memory-mapped file",
     )
+    tiers.add_argument(
+        "--prefixes",
+        metavar="DIR",
+        help="keep computed prompts there, and load what this one begins like from there",
+    )
     tiers.add_argument("--keep", action="store_true", help="leave the files in the disk tier")
     tiers.add_argument(
         "--preset", default="kvdrive", help="which system to be; default: %(default)s"
@@ -175,6 +180,10 @@ def _check_tiers(options: argparse.Namespace) -> None:
         from tierstore.codecs import check_codec_name
 
         check_codec_name(options.disk_codec)
+    if options.prefixes is not None:
+        from tierstore.adapters.attention.prefixes import Prefixes
+
+        Prefixes(options.prefixes)
     if options.disk is not None:
         PrivateDirectory(options.disk).close()
     elif options.keep or options.disk_codec:

@@ -47,6 +47,7 @@ class Outcome:
           ``prompt_tokens``; ``prefill_seconds``, ``prefill_tokens_per_second``;
           ``first_step_seconds``; ``decode_tokens_per_second`` and ``median_step_seconds``, both
           without the first step; ``step_seconds``, of each token after the first
+        - ``loaded_tokens``: of the prompt, from prefixes; the others were computed
         - ``tiers``: what `tierstore.adapters.attention.Report.to_dict` returns
         - ``fact``: null unless one was planted and asked for; ``expected``, ``found`` and, null
           without a comparison, ``full_found``
@@ -62,6 +63,7 @@ class Outcome:
             "model": {"name": self.model, "device": self.device, "dtype": self.dtype},
             "question": self.document.question,
             "generation": _generation(result.generation, self.answer),
+            "loaded_tokens": result.loaded_tokens,
             "tiers": result.report.to_dict(),
             "fact": self._fact(),
             "comparison": self._comparison(result.comparison),

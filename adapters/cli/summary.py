@@ -35,6 +35,12 @@ def print_summary(outcome: Outcome) -> None:
         f"prompt, {len(ours.tokens):,} new",
         soft_wrap=True,
     )
+    if loaded := outcome.result.loaded_tokens:
+        console.print(
+            f"prefixes: {loaded:,} tokens of the prompt were loaded, "
+            f"{ours.prompt_tokens - loaded:,} computed",
+            soft_wrap=True,
+        )
     console.print(_speeds(outcome))
     for finding in _findings(outcome):
         console.print(finding, soft_wrap=True)

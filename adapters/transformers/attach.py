@@ -10,6 +10,7 @@ from tierstore.adapters.attention.engine import SparseAttention
 from tierstore.adapters.transformers.attention import NAME, register
 from tierstore.adapters.transformers.cache import TierCache
 from tierstore.adapters.transformers.hooks import DecoderHooks
+from tierstore.adapters.transformers.prefixes import reuse_for
 from tierstore.adapters.transformers.profile import geometry_of, profile_of
 from tierstore.adapters.transformers.session import Session
 from tierstore.errors import ConfigError
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
+    from tierstore.keyed import KeyedStore
     from tierstore.policies.plan import Plan
     from tierstore.timeline import Timeline
 
@@ -44,6 +47,7 @@ def attach(
     schedule: str | None = None,
     micro_batch: int | None = None,
     timeline: Timeline | None = None,
+    prefixes: str | Path | KeyedStore | Prefixes | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -69,6 +73,9 @@ def attach(
         ``"previous-step"``; the preset's by default.
     micro_batch: sequences that pass the stages together.
     timeline: notes when each stage and each transfer runs.
+    prefixes: where prompts that were computed are kept: a directory, an open `KeyedStore`, or
+        `Prefixes`. Of a text that begins like one of them the beginning is loaded, and a call
+        returns logits and hidden states of the rest only, at least of two tokens.
 
     Raises
     ------
@@ -99,20 +106,28 @@ def attach(
             timeline=timeline,
         )
         on_error.callback(engine.close)
-        cache = attach_engine(model, engine)
+        cache = attach_engine(model, engine, prefixes=prefixes)
         on_error.pop_all()
     return cache
 
 
-def attach_engine(model: PreTrainedModel, engine: AttentionEngine) -> TierCache:
+def attach_engine(
+    model: PreTrainedModel,
+    engine: AttentionEngine,
+    *,
+    prefixes: str | Path | KeyedStore | Prefixes | None = None,
+) -> TierCache:
     """Let `model` attend through an engine of your own, made for `geometry_of(model)`.
 
-    The engine is closed with the cache. Where attaching is refused, it stays open.
+    The engine is closed with the cache. Where attaching is refused, it stays open. prefixes: as for
+    `attach`; the engine must be a `SparseAttention`.
     """
-    return attach_session(Session(profile_of(model), engine))
+    return attach_session(Session(profile_of(model), engine), prefixes=prefixes)
 
 
-def attach_session(session: Session) -> TierCache:
+def attach_session(
+    session: Session, *, prefixes: str | Path | KeyedStore | Prefixes | None = None
+) -> TierCache:
     """Let a model attend through a session, as `attach_engine` does."""
     profile, engine = session.profile, session.engine
     decoder = profile.decoder
@@ -125,9 +140,10 @@ def attach_session(session: Session) -> TierCache:
             f"the engine was made for {engine.geometry}: expected geometry_of(model), which is "
             f"{profile.geometry}"
         )
+    reuse = None if prefixes is None else reuse_for(session, prefixes)
     register()
     detach = ExitStack()
-    cache = TierCache(session, detach)
+    cache = TierCache(session, detach, reuse)
     hooks = DecoderHooks(cache, session)
     with ExitStack() as on_error:
         on_error.callback(detach.close)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
 
     from tierstore.adapters.attention.report import Report
+    from tierstore.adapters.transformers.prefixes import PrefixReuse
     from tierstore.adapters.transformers.session import Session
 
 
@@ -39,9 +40,12 @@ class TierCache(Cache):
     ``with`` block, or `close`, gives the model back as it was.
     """
 
-    def __init__(self, session: Session, detach: ExitStack) -> None:
+    def __init__(
+        self, session: Session, detach: ExitStack, reuse: PrefixReuse | None = None
+    ) -> None:
         self._session = session
         self._detach = detach
+        self.reuse = reuse
         super().__init__(layers=self._new_layers())
 
     @property
@@ -52,6 +56,11 @@ class TierCache(Cache):
     def report(self) -> Report:
         """What was stored, moved and attended so far."""
         return self._session.engine.report()
+
+    @property
+    def loaded_tokens(self) -> list[int]:
+        """Tokens of each row that were loaded from prefixes instead of being computed."""
+        return [] if self.reuse is None else self.reuse.loaded
 
     def reset(self) -> None:
         """Forget the text; also what helps after a forward pass that failed."""
@@ -128,11 +137,17 @@ class TierCache(Cache):
             layer.crop(tokens_to_remove)
         if tokens:
             self._session.crop(tokens)
+            self._forget_texts()
 
     def _select(self, rows: list[int]) -> None:
         self._require_open()
         if self._session.rows:
             self._session.select_rows(rows)
+            self._forget_texts()
+
+    def _forget_texts(self) -> None:
+        if self.reuse is not None:
+            self.reuse.forget()
 
     def _own_layers(self) -> list[DynamicLayer]:
         return [layer for layer in self.layers if isinstance(layer, DynamicLayer)]

@@ -27,21 +27,26 @@ class DecoderHooks:
         self._cache = cache
         self._session = session
         self._profile = session.profile
+        self._reuse = cache.reuse
 
     @outside_graphs
     def before_forward(
         self, decoder: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        """Check the call and start a forward pass."""
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Check the call and start a forward pass; returns the call where only its end is left."""
         named = dict(zip(self._profile.parameters, args, strict=False)) | kwargs if args else kwargs
         self._check_cache(named.get(self._profile.keyword, named.get("past_key_values")))
         self._check_mode(named)
         self._session.begin(named)
+        rest = None if self._reuse is None else self._reuse.begin(named)
+        return None if rest is None else ((), rest)
 
     @outside_graphs
     def after_forward(self, decoder: torch.nn.Module, args: object, output: object) -> None:
         """Make the new tokens part of the past."""
         self._session.finish()
+        if self._reuse is not None:
+            self._reuse.finish()
 
     def _check_cache(self, given: object) -> None:
         if given is self._cache:

@@ -159,10 +159,21 @@ def _only_device(model: PreTrainedModel, decoder: PreTrainedModel) -> torch.devi
     return devices.pop()
 
 
-def _rope_switch(decoder: PreTrainedModel) -> int | None:
+def rope_types(decoder: PreTrainedModel) -> frozenset[str]:
+    """How the model's layers rotate keys, by transformers' names."""
+    return frozenset(str(each.get("rope_type")) for each in _rope_parameters(decoder))
+
+
+def _rope_parameters(decoder: PreTrainedModel) -> list[Mapping[str, object]]:
+    """Rotary parameters; models with several kinds of layers have them for each kind."""
     rope = getattr(decoder.config, "rope_parameters", None) or {}
-    # Models with several kinds of layers have one dict of parameters for each kind.
-    for parameters in (rope, *rope.values()):
-        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
-            return int(parameters["original_max_position_embeddings"])
+    return [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
+
+
+def _rope_switch(decoder: PreTrainedModel) -> int | None:
+    for parameters in _rope_parameters(decoder):
+        if parameters.get("rope_type") == "longrope":
+            switch = parameters["original_max_position_embeddings"]
+            assert isinstance(switch, int)
+            return switch
     return None

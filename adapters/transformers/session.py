@@ -60,6 +60,14 @@ class Session:
         is_step = tokens == 1 and self.length > 0
         self.forward = Forward(rows, tokens, mask, valid, needs_check=not is_step)
 
+    def resume(self, columns: int) -> None:
+        """Have the first columns of the pass that was begun, and no pass: the engine has them."""
+        forward = self.forward
+        assert forward is not None, "columns of a forward pass that never began"
+        self.rows, self.length, self.forward = forward.rows, columns, None
+        if forward.mask is not None:
+            self._keep_mask(forward.mask[:, :columns])
+
     def attend(
         self,
         layer: int,

@@ -323,7 +323,7 @@ def test_a_block_evicted_between_match_and_read_shortens_the_run(
 def test_long_runs_are_moved_in_batches(
     cache: PrefixCache, store: KeyedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8 blocks here; the second one ends at a gap, and the third is not asked for."""
+    """Of 8 blocks here; the second one ends before a gap, and no third is asked for."""
     monkeypatch.setattr("tierstore.prefix._SCRATCH_BYTES", 100)
     tokens, blocks = list(range(100)), random_blocks(25)
     assert cache.put(tokens, blocks) == 25
@@ -338,7 +338,27 @@ def test_long_runs_are_moved_in_batches(
 
     monkeypatch.setattr(store, "get_into", watch)
     assert read(cache, tokens) == rows(blocks[:11])
-    assert asked == [8, 8]
+    assert asked == [8, 3]
+
+
+def test_values_go_in_and_out_with_their_proofs(cache: PrefixCache) -> None:
+    """As `put` and `get_into` see them, without the copies; a proof of other tokens is a miss."""
+    blocks, chain = random_blocks(5), cache.chain(A)
+    values = np.zeros((5, cache.value_bytes), np.uint8)
+    values[:, : cache.block_bytes] = blocks
+    assert cache.put_values(chain, values[:2], 0) == 2
+    assert cache.put_values(chain, values[2:], 2) == 3
+    assert read(cache, A) == rows(blocks)
+    found = np.zeros((4, cache.value_bytes), np.uint8)
+    assert cache.get_values(chain, found, 1) == 4
+    assert np.array_equal(found, values[1:])
+    other = cache.chain([9, *A[1:]])
+    other.digests = chain.digests
+    assert cache.get_values(other, found) == 0
+    with pytest.raises(ConfigError, match=f"values: expected uint8 .*, {cache.value_bytes}"):
+        cache.get_values(chain, found[:, 1:])
+    with pytest.raises(ConfigError, match="expected at most 5 in all"):
+        cache.put_values(chain, values, 1)
 
 
 def test_a_deadline_covers_the_whole_read(

@@ -13,16 +13,17 @@ from tierstore.errors import ConfigError
 from tierstore.identity import Identity
 from tierstore.keyed import KeyedStore
 from tierstore.layout import BlockLayout
+from tierstore.policies import LRU
+from tierstore.prefix import PrefixCache
 from tierstore.saving import load_segments, save_segments, segment_cache
 from tierstore.store import BlockStore
-from tierstore.tiers import PinnedTier
+from tierstore.tiers import DeviceTier, PinnedTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tierstore.interfaces import Bytes, Ids
-    from tierstore.prefix import PrefixCache
 
 LAYOUT = BlockLayout.kv(4, 16, torch.bfloat16)
 GROUP = 6
@@ -129,6 +130,46 @@ def test_a_prompt_is_hashed_once_however_many_steps_it_takes(
     assert len(hashed) == 24
 
 
+@pytest.mark.parametrize("stored", [0, 3, 7, 8, 21, 26])
+def test_blocks_behind_those_of_the_store_are_saved_with_them(
+    cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    """Pieces of two blocks: the last blocks of a piece may stand in the tail, or all of it."""
+    monkeypatch.setattr("tierstore.saving._BYTES_AT_ONCE", 3 * cache.block_bytes)
+    _, _, content = filled(27)
+    store, segments, _ = filled(0)
+    store.append(segments, content[:, :stored])
+    tail = content[:, stored:]
+    assert save_segments(cache, PROMPT, store, segments, tail=tail) == 104
+    other, empty, _ = filled(0)
+    assert load_segments(cache, PROMPT, other, empty) == 104
+    assert np.array_equal(content_of(other, empty), content[:, :26])
+
+
+def test_blocks_get_the_homes_that_they_are_given(cache: PrefixCache) -> None:
+    store, segments, _ = filled(20)
+    save_segments(cache, PROMPT[:80], store, segments)
+    tiers = [DeviceTier(LAYOUT, "64KiB"), PinnedTier(LAYOUT, "1MiB"), PinnedTier(LAYOUT, "1MiB")]
+    other = BlockStore(LAYOUT, tiers, [LRU(), LRU()])
+    empty = other.open(GROUP)
+    other.resize(0, 60)
+    other.resize(1, 60)
+    other.set_quota(empty, np.full(GROUP, 10, np.int64))
+    homes = np.random.default_rng(3).integers(0, 3, (GROUP, 11), np.uint8)
+    assert load_segments(cache, PROMPT[:80], other, empty, homes=homes) == 80
+    behind = np.full((GROUP, 9), 2, np.uint8)
+    assert np.array_equal(other.levels(empty, 20), np.hstack([homes, behind]))
+    other.validate()
+
+
+def test_values_are_whole_pages_and_whole_blocks(cache: PrefixCache) -> None:
+    for tokens in (4, 8, 64, 1000):
+        wide = segment_cache(cache.store, LAYOUT, GROUP, block_tokens=tokens)
+        assert wide.value_bytes % 4096 == 0
+        assert wide.value_bytes % LAYOUT.block_bytes == 0
+        assert wide.block_bytes >= GROUP * tokens // 4 * LAYOUT.block_bytes
+
+
 @pytest.mark.parametrize(("segments", "block_tokens"), [(0, 8), (GROUP, 6), (GROUP, 0)])
 def test_sizes_that_do_not_fit_are_refused(
     cache: PrefixCache, segments: int, block_tokens: int
@@ -142,4 +183,17 @@ def test_a_cache_of_other_sizes_and_segments_in_use_are_refused(cache: PrefixCac
     with pytest.raises(ConfigError, match="expected empty ones"):
         load_segments(cache, PROMPT, store, segments)
     with pytest.raises(ConfigError, match="make it with segment_cache"):
-        save_segments(cache, PROMPT, store, segments[:2])
+        save_segments(
+            PrefixCache(cache.store, block_tokens=8, block_bytes=64), PROMPT, store, segments
+        )
+
+
+def test_groups_of_other_numbers_of_segments_are_others(cache: PrefixCache) -> None:
+    """Two and six segments of two blocks are padded to the same size."""
+    two = segment_cache(cache.store, LAYOUT, 2, block_tokens=8)
+    assert two.block_bytes == cache.block_bytes
+    store, segments, _ = filled(20)
+    assert save_segments(two, PROMPT[:80], store, segments[:2]) == 80
+    other, empty, _ = filled(0)
+    assert load_segments(cache, PROMPT[:80], other, empty) == 0
+    assert load_segments(two, PROMPT[:80], other, empty[:2]) == 80

@@ -111,6 +111,10 @@ class FileTier(Tier):
         return f"files ({how} reads, {'raw' if self._codec is None else self._codec.name})"
 
     @property
+    def is_lossless(self) -> bool:
+        return self._codec is None or self._codec.is_lossless
+
+    @property
     def capacity(self) -> int:
         return self._slots
 

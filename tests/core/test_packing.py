@@ -1,0 +1,54 @@
+"""Arrays that become bytes and arrays again, or nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tierstore.packing import pack_arrays, unpack_arrays
+
+KINDS = st.sampled_from([np.bool_, np.int32, np.uint16, np.int64, np.float32, np.dtype("<U7")])
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=9),
+        KINDS.flatmap(
+            lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, min_side=0))
+        ),
+        max_size=4,
+    )
+)
+def test_arrays_come_back_as_they_were(named: dict[str, np.ndarray]) -> None:
+    found = unpack_arrays(pack_arrays(named))
+    assert found is not None
+    assert list(found) == list(named)
+    for name, array in named.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+        assert found[name].tobytes() == array.tobytes()
+
+
+PACKED = pack_arrays({"a": np.arange(5), "kind": np.array("an index")})
+
+
+@given(st.binary(max_size=80) | st.integers(0, len(PACKED) - 1).map(lambda end: PACKED[:end]))
+def test_other_bytes_are_nothing(data: bytes) -> None:
+    assert unpack_arrays(data) is None
+    assert unpack_arrays(PACKED + b"\0") is None
+
+
+@given(st.integers(0, len(PACKED) - 1), st.integers(1, 255))
+def test_changed_bytes_are_arrays_or_nothing(position: int, change: int) -> None:
+    data = bytearray(PACKED)
+    data[position] ^= change
+    found = unpack_arrays(bytes(data))
+    assert found is None or all(isinstance(array, np.ndarray) for array in found.values())
+
+
+def test_objects_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected numbers or text"):
+        pack_arrays({"a": np.array([object()])})
