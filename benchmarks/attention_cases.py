@@ -23,7 +23,7 @@ from tierstore.benchmarks.scoring_cases import BITS, HASH_BITS, PARTS, TABLES, W
 from tierstore.kernels import estimate_reference, reference
 from tierstore.kernels.element import to_tensor
 from tierstore.kernels.rotary import rotate
-from tierstore.kernels.tables import copy_rows
+from tierstore.tiers.memory import copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ def attend_blocks(sizes: Sizes) -> Case:
             strip, strip, length, sizes.scale, picked.out, picked.lse, picked.weights,
         ),
         plain,
-        picked.nbytes + 2 * strip.nbytes,
+        (picked.moves, bounds.stream(2 * strip.nbytes)),
         picked.softmax_work(sizes.picked + STRIP),
     )  # fmt: skip
 
@@ -71,7 +71,8 @@ def attend_low_rank(sizes: Sizes) -> Case:
         keys = rotate(keys, c[tokens].bfloat16(), s[tokens].bfloat16())
         return attention(query, keys, picked.gathered()[1])
 
-    count = sizes.rows * sizes.picked
+    count, ids = sizes.rows * sizes.picked, picked.blocks
+    values = picked.pool[:, : CHUNK * sizes.dim].copy()
     return Case(
         lambda: kernels.attend_low_rank(
             picked.query, left, right, cos, sin, picked.pool, picked.shape, picked.row_ptr,
@@ -79,7 +80,8 @@ def attend_low_rank(sizes: Sizes) -> Case:
             picked.weights,
         ),
         plain,
-        count * (2 * RANK + 4 * sizes.dim) + picked.nbytes // 2,
+        (bounds.blocks(values, picked.slots), bounds.blocks(left[0].reshape(-1, CHUNK * RANK), ids),
+         bounds.stream(2 * cos[: sizes.picked].nbytes)),
         (
             bounds.products(count * RANK * sizes.dim, RANK),
             *picked.softmax_work(sizes.picked),
@@ -98,6 +100,7 @@ def attend_clusters(sizes: Sizes) -> Case:
     random = np.random.default_rng(0)
     ids = np.concatenate([random.permutation(units)[:chosen] for _ in range(sizes.rows)])
     ids, row_ptr = ids.astype(np.int32), np.arange(sizes.rows + 1, dtype=np.int64) * chosen
+    places = ids + np.repeat(np.arange(sizes.rows, dtype=np.int32) * units, chosen)
     out = np.zeros((sizes.rows, sizes.group, sizes.dim), np.float32)
     lse = np.zeros((sizes.rows, sizes.group), np.float32)
     arguments = (query, centroids, values, counts, row_ptr, ids, sizes.scale, out, lse)
@@ -105,7 +108,7 @@ def attend_clusters(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.attend_clusters(*arguments),
         lambda: estimate_reference.attend_clusters(*arguments, merge=False),
-        4 * sizes.rows * chosen * sizes.dim + 8 * len(ids),
+        tuple(bounds.blocks(a.reshape(-1, sizes.dim), places) for a in (centroids, values)),
         (
             bounds.multiply_adds(2 * pairs * sizes.dim, sizes.group),
             bounds.exponentials(pairs),
@@ -129,7 +132,7 @@ def attend_sampled(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.attend_sampled(*arguments),
         lambda: estimate_reference.attend_sampled(*arguments, merge=False),
-        picked.nbytes,
+        (picked.moves,),
         (
             bounds.in_cache(
                 lambda: kernels.attend_sampled(
@@ -152,7 +155,7 @@ def nearest_centroids(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.nearest_centroids(points, centroids, offsets, out),
         lambda: reference.nearest_centroids(points[:1], centroids[:1], offsets[:1], out[:1]),
-        points.nbytes + out.nbytes,
+        (bounds.stream(points.nbytes + out.nbytes),),
         (bounds.comparisons(sets * sizes.tokens, WIDTH, clusters),),
         plain_share=sets,
     )
@@ -168,7 +171,7 @@ def cluster_sums(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.cluster_sums(points, labels, sums, counts),
         lambda: reference.cluster_sums(points, labels, sums, counts),
-        points.nbytes + labels.nbytes,
+        (bounds.stream(points.nbytes + labels.nbytes),),
     )
 
 
@@ -182,10 +185,9 @@ def copy_blocks(sizes: Sizes) -> Case:
     a, b = torch.from_numpy(source), torch.from_numpy(target)
     i, j = torch.from_numpy(rows).long(), torch.from_numpy(into).long()
     return Case(
-        lambda: copy_rows(source, rows, target, into, 0, source.shape[1]),
+        lambda: copy(source, rows, target, into, 0, source.shape[1]),
         lambda: b.index_copy_(0, j, a[i]),
-        2 * picked.nbytes,
-        is_copy=True,
+        (bounds.copies(picked.pool, rows, target, into),),
     )
 
 

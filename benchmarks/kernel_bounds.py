@@ -12,6 +12,7 @@ from tierstore.kernels.threads import over_rows, thread_count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tierstore.interfaces import Ids
     from tierstore.kernels.element import Array
 
 _SHARES = 16
@@ -35,19 +36,40 @@ class Work(NamedTuple):
     share: float
 
 
-def stream(nbytes: int) -> Callable[[], object]:
-    """Reads so many bytes, as many threads as kernels have."""
+class Move(NamedTuple):
+    """Bytes that a kernel must read, or copy, and a loop that does nothing else."""
+
+    says: str
+    run: Callable[[], object]
+
+
+def stream(nbytes: int) -> Move:
+    """Reads so many bytes, one after the other."""
     words = np.ones((_SHARES, max(1, nbytes // (8 * _SHARES))), np.int64)
-    return lambda: over_rows(
-        _SHARES, nbytes, lambda first, last: loops.add_up(words, first, last)
-    )
+    return Move(
+        "stream",
+        lambda: over_rows(
+            _SHARES, nbytes, lambda first, last: loops.add_up(words, first, last)
+        ),
+    )  # fmt: skip
 
 
-def copies(nbytes: int) -> Callable[[], object]:
-    """Moves so many bytes, reading half of them and writing the other half."""
-    source = np.ones((_SHARES, max(1, nbytes // (16 * _SHARES))), np.int64)
-    target = np.zeros_like(source)
-    return lambda: np.copyto(target, source)
+def blocks(rows: Array, places: Ids) -> Move:
+    """Reads rows that lie anywhere; a row is a multiple of 8 bytes."""
+    words = rows.view(np.int64)
+    return Move(
+        "blocks anywhere",
+        lambda: over_rows(
+            len(places), len(places) * words.shape[1] * 8,
+            lambda first, last: loops.add_up_rows(words, places, first, last),
+        ),
+    )  # fmt: skip
+
+
+def copies(rows: Array, places: Ids, target: Array, into: Ids) -> Move:
+    """Copies rows from anywhere to anywhere, on one thread."""
+    source, words = rows.view(np.int64), target.view(np.int64)
+    return Move("copies anywhere", lambda: loops.copy_words(source, places, words, into))
 
 
 def multiply_adds(amount: float, group: int) -> Work:

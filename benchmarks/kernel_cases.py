@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tierstore.benchmarks.kernel_bounds import Work
+    from tierstore.benchmarks.kernel_bounds import Move, Work
     from tierstore.kernels.element import Array
 
 STRIP = 68
@@ -62,17 +62,15 @@ class Case(NamedTuple):
     ----------
     run: calls it.
     plain: gets the same from plain torch.
-    nbytes: that it must read and write.
+    moves: bytes that it must read, write or copy.
     work: what else it must do.
-    is_copy: whether it moves bytes, rather than read them.
     plain_share: how many times what `plain` does is what the kernel does.
     """
 
     run: Callable[[], object]
     plain: Callable[[], object]
-    nbytes: int
+    moves: tuple[Move, ...]
     work: tuple[Work, ...] = ()
-    is_copy: bool = False
     plain_share: float = 1.0
 
 
@@ -115,9 +113,9 @@ class Picked:
         self.weights = np.empty((sizes.rows, sizes.group, sizes.picked + STRIP), np.float32)
 
     @property
-    def nbytes(self) -> int:
-        """Of keys and values of the blocks."""
-        return len(self.slots) * self.pool.shape[1] * self.pool.itemsize
+    def moves(self) -> Move:
+        """Keys and values of the blocks."""
+        return bounds.blocks(self.pool, self.slots)
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, n, d] of the blocks, copied together by torch."""

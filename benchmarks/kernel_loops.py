@@ -8,13 +8,9 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.registers import (
-    CHANNELS,
-    LANES,
-    best_of_centroids,
-    multiply_tile,
-)
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, widen
+from tierstore.kernels.cpu.attend import AHEAD
+from tierstore.kernels.cpu.registers import CHANNELS, LANES, best_of_centroids, multiply_tile
+from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, prefetch, widen
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
@@ -25,6 +21,32 @@ def add_up(words, first, last):
         for i in range(words.shape[1]):
             total += words[row, i]
     return total
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def add_up_rows(words, places, first, last):
+    """Read rows of int64 [rows, n] that lie anywhere, each asked for some rows ahead."""
+    total = 0
+    for i in range(first, last):
+        if i + AHEAD < last:
+            for j in range(0, words.shape[1], 8):
+                prefetch(words, places[i + AHEAD], j)
+        row = words[places[i]]
+        for j in range(row.shape[0]):
+            total += row[j]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def copy_words(source, places, target, into):
+    """Copy rows of int64 [rows, n] from anywhere to anywhere, each asked for some rows ahead."""
+    for i in range(places.shape[0]):
+        if i + AHEAD < places.shape[0]:
+            for j in range(0, source.shape[1], 8):
+                prefetch(source, places[i + AHEAD], j)
+        a, b = source[places[i]], target[into[i]]
+        for j in range(a.shape[0]):
+            b[j] = a[j]
 
 
 @lru_cache(maxsize=8)

@@ -31,7 +31,7 @@ def dot_logits(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.dot_logits(query, units, counts, sizes.scale, out),
         lambda: torch.bmm(q, u),
-        units.nbytes + out.nbytes,
+        (bounds.stream(units.nbytes + out.nbytes),),
         (bounds.multiply_adds(units.size * sizes.group, sizes.group),),
     )
 
@@ -46,7 +46,7 @@ def box_logits(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.box_logits(query, high, low, counts, sizes.scale, out),
         lambda: reference.box_logits(query, high, low, counts, sizes.scale, out),
-        2 * low.nbytes + out.nbytes,
+        (bounds.stream(2 * low.nbytes + out.nbytes),),
         (bounds.multiply_adds(2 * low.size * sizes.group, sizes.group),),
     )
 
@@ -60,7 +60,7 @@ def weigh_strips(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.weigh_strips(query, strip, counts, sizes.scale, out),
         lambda: reference.weigh_strips(query, strip, counts, sizes.scale, out),
-        strip.nbytes,
+        (bounds.stream(strip.nbytes),),
         (
             bounds.multiply_adds(strip.size * sizes.group, sizes.group),
             bounds.exponentials(out.size * STRIP),
@@ -83,7 +83,7 @@ def combine_heads(sizes: Sizes) -> Case:
     return Case(
         lambda: run(kernels),
         lambda: run(reference),
-        3 * logits.nbytes + out.nbytes,
+        (bounds.stream(2 * logits.nbytes + out.nbytes),),
         (bounds.exponentials(2 * logits.size),),
     )
 
@@ -97,7 +97,7 @@ def pool_pages(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.pool_pages(*arguments),
         lambda: reference.pool_pages(*arguments),
-        scores.nbytes + out.nbytes,
+        (bounds.stream(scores.nbytes + out.nbytes),),
         (bounds.exponentials(scores.size),),
     )
 
@@ -118,7 +118,7 @@ def select_blocks(sizes: Sizes) -> Case:
             scores, counts, one_each, identity, identity, budgets, order, row_ptr, ids, best
         ),
         lambda: tensor.topk(budget, dim=1, sorted=False),
-        scores.nbytes,
+        (bounds.stream(scores.nbytes),),
         (bounds.picks(scores.size),),
     )
 
@@ -138,7 +138,7 @@ def pq_logits(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.pq_logits(query, words, codes, counts, 1.0, out),
         lambda: reference.pq_logits(query, words, codes, counts, 1.0, out),
-        codes.nbytes + out.nbytes,
+        (bounds.stream(codes.nbytes + out.nbytes),),
         (
             bounds.in_cache(
                 lambda: kernels.pq_logits(query[:1], words[:1], some[:1], asked[:1], 1.0, small),
@@ -158,7 +158,7 @@ def pack_codes(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.pack_codes(codes, 0, packed),
         lambda: reference.pack_codes(codes, 0, packed),
-        codes.nbytes + packed.nbytes,
+        (bounds.stream(codes.nbytes + packed.nbytes),),
         (
             bounds.in_cache(
                 lambda: kernels.pack_codes(some, 0, small), sizes.rows * sizes.tokens / few
@@ -174,7 +174,7 @@ def pack_signs(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.pack_signs(projections, HASH_BITS, out),
         lambda: estimate_reference.pack_signs(projections, HASH_BITS, out),
-        projections.nbytes + out.nbytes,
+        (bounds.stream(projections.nbytes + out.nbytes),),
         (bounds.compares(projections.size * 2),),
     )
 
@@ -189,7 +189,7 @@ def count_collisions(sizes: Sizes) -> Case:
     return Case(
         lambda: kernels.count_collisions(asked, codes, counts, out),
         lambda: estimate_reference.count_collisions(asked, codes, counts, out),
-        codes.nbytes + out.nbytes,
+        (bounds.stream(codes.nbytes + out.nbytes),),
         (bounds.compares(codes.size * sizes.group),),
     )
 
@@ -213,7 +213,7 @@ def search_graph(sizes: Sizes) -> Case:
     return Case(
         run,
         lambda: torch.bmm(q, v),
-        out.nbytes,
+        (bounds.stream(out.nbytes),),
         (bounds.scattered(vectors, seen // sizes.rows),),
     )
 

@@ -244,9 +244,10 @@ def gather_scores(handles, owner_segment, owner_index, row_of, unit_of, unit_sco
 def copy_rows(source, source_rows, target, target_rows, start, stop):
     """target[target_rows[i], start:stop] = source[source_rows[i], start:stop]."""
     for i in range(source_rows.shape[0]):
-        s = source[source_rows[i]]
-        t = target[target_rows[i]]
-        for j in range(start, stop):
+        s = source[source_rows[i]][start:stop]
+        t = target[target_rows[i]][start:stop]
+        # From 0 on: no index may be negative, so that this is vector code.
+        for j in range(t.shape[0]):
             t[j] = s[j]
 
 

@@ -6,7 +6,15 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, widen
+from tierstore.kernels.cpu.attend import AHEAD
+from tierstore.kernels.cpu.scalar import (
+    FAST,
+    exp_nonpositive,
+    from_ordered,
+    ordered,
+    prefetch,
+    widen,
+)
 
 _MINUS_INFINITY = np.float32(-np.inf)
 _FLOOR = 1e-4
@@ -48,9 +56,93 @@ def _finish(peak, total, sums, value_dim, merge, out, lse, row, g):
     lse[row, g] = top + np.log(a + b)
 
 
+_TILE = 64
+"""Clusters whose weights are computed together."""
+
+_STEP = 4
+"""Clusters whose values are added together; a divisor of `_TILE`."""
+
+
+@njit(inline="always", fastmath=FAST)
+def _weigh(s, n, peak, total, sums):
+    """Logits of a tile into weights relative to the new peak of a running softmax.
+
+    Returns that peak and the total; `sums` shrink with it. Behind `n` weights are 0.
+    """
+    most = ordered(peak)
+    for i in range(n):
+        most = max(most, ordered(s[i]))
+    top = from_ordered(most)
+    if not top <= peak:
+        shrink = exp_nonpositive(peak - top) if total > 0 else np.float32(0.0)
+        total *= shrink
+        for j in range(sums.shape[0]):
+            sums[j] *= shrink
+    for i in range(n):
+        weight = exp_nonpositive(s[i] - top) if s[i] > _MINUS_INFINITY else np.float32(0.0)
+        s[i] = weight
+        total += weight
+    for i in range(n, _TILE):
+        s[i] = np.float32(0.0)
+    return top, total
+
+
+@lru_cache(maxsize=64)
+def _cluster_logits(group, dim):
+    """Logits of a tile of clusters, each counted as often as it has tokens."""
+
+    @njit(inline="always", fastmath=FAST)
+    def cluster_logits(q, centroids, values, sizes, units, first, last, key, s):
+        line = 64 // centroids.itemsize
+        for i in range(last - first):
+            unit = units[first + i]
+            # Clusters are scattered: their cache lines are asked for before they are used.
+            for j in range(0, values.shape[1], line):
+                prefetch(values, unit, j)
+            ahead = units[min(first + i + AHEAD, units.shape[0] - 1)]
+            for j in range(0, dim, line):
+                prefetch(centroids, ahead, j)
+            for j in range(dim):
+                key[j] = widen(centroids[unit, j])
+            size = sizes[unit]
+            often = np.log(size) if size > 0 else _MINUS_INFINITY
+            for g in range(group):
+                logit = np.float32(0.0)
+                for j in range(dim):
+                    logit += key[j] * q[g, j]
+                s[g, i] = logit + often
+
+    return cluster_logits
+
+
+@lru_cache(maxsize=64)
+def _cluster_values(group, value_dim):
+    """Add the values of a tile of clusters, each times its weight."""
+
+    @njit(inline="always", fastmath=FAST)
+    def cluster_values(values, units, s, value, sums):
+        n = units.shape[0]
+        for first in range(0, n, _STEP):
+            for t in range(_STEP):
+                # Behind the last one: that one once more, with a weight of 0.
+                unit = units[min(first + t, n - 1)]
+                for j in range(value_dim):
+                    value[t, j] = widen(values[unit, j])
+            for g in range(group):
+                for j in range(value_dim):
+                    a = sums[g, j]
+                    for t in range(_STEP):
+                        a += s[g, first + t] * value[t, j]
+                    sums[g, j] = a
+
+    return cluster_values
+
+
 @lru_cache(maxsize=64)
 def cluster_kernel(group, dim, value_dim):
     """Attention over clusters for one shape; see `attend_clusters` for the contract."""
+    cluster_logits = _cluster_logits(group, dim)
+    cluster_values = _cluster_values(group, value_dim)
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def attend(
@@ -58,7 +150,8 @@ def cluster_kernel(group, dim, value_dim):
     ):
         q = np.empty((group, dim), np.float32)
         key = np.empty(dim, np.float32)
-        value = np.empty(value_dim, np.float32)
+        value = np.empty((_STEP, value_dim), np.float32)
+        s = np.empty((group, _TILE), np.float32)
         sums = np.empty((group, value_dim), np.float32)
         peak = np.empty(group, np.float32)
         total = np.empty(group, np.float32)
@@ -69,23 +162,14 @@ def cluster_kernel(group, dim, value_dim):
             sums[:] = 0
             total[:] = 0
             peak[:] = _MINUS_INFINITY
-            for i in range(row_ptr[row], row_ptr[row + 1]):
-                unit = units[i]
-                size = sizes[row, unit]
-                if not size > 0:
-                    continue
-                for j in range(dim):
-                    key[j] = widen(centroids[row, unit, j])
-                for j in range(value_dim):
-                    value[j] = widen(values[row, unit, j])
-                often = np.log(size)
+            for first in range(row_ptr[row], row_ptr[row + 1], _TILE):
+                last = min(first + _TILE, row_ptr[row + 1])
+                cluster_logits(
+                    q, centroids[row], values[row], sizes[row], units, first, last, key, s
+                )
                 for g in range(group):
-                    logit = np.float32(0.0)
-                    for j in range(dim):
-                        logit += key[j] * q[g, j]
-                    peak[g], total[g] = _add(
-                        logit + often, value, value_dim, peak[g], total[g], sums[g]
-                    )
+                    peak[g], total[g] = _weigh(s[g], last - first, peak[g], total[g], sums[g])
+                cluster_values(values[row], units[first:last], s, value, sums)
             for g in range(group):
                 _finish(peak[g], total[g], sums[g], value_dim, merge, out, lse, row, g)
 
@@ -185,10 +269,10 @@ def collision_kernel(group, tables):
             for i in range(counts[row]):
                 own = codes[row, i]
                 for g in range(group):
-                    met = np.float32(0.0)
+                    # As wide as a code: whole vectors are compared and counted.
+                    met = np.int16(0)
                     for table in range(tables):
-                        same = own[table] == asked[row, g, table]
-                        met += np.float32(1.0) if same else np.float32(0.0)
+                        met = np.int16(met + np.int16(own[table] == asked[row, g, table]))
                     out[row, g, i] = met
 
     return count

@@ -301,3 +301,70 @@ def test_sampled_mass_is_unbiased_over_hashes(backend: str) -> None:
 
     assert abs(np.mean(masses) - truth) <= 3 * error
     assert error < 0.05 * truth
+
+
+@both_backends
+def test_many_clusters_are_weighed_tile_by_tile(backend: str) -> None:
+    """The largest logits come last, first and in the middle; some clusters are empty."""
+    random = np.random.default_rng(5)
+    query = random.standard_normal((3, 2, 16)).astype(np.float32)
+    centroids = random.standard_normal((3, 300, 16)).astype(np.float32)
+    values = random.standard_normal((3, 300, 8)).astype(np.float32)
+    rise = np.linspace(0, 4, 300)[:, None]
+    centroids[0] *= rise
+    centroids[1] *= rise[::-1]
+    sizes = random.integers(0, 4, (3, 300)).astype(np.float32)
+    chosen = [random.permutation(300)[:n].tolist() for n in (300, 129, 64)]
+    chosen[0].sort()
+    chosen[1].sort()
+
+    out, lse = attend_clusters(backend, query, centroids, values, sizes, chosen, 0.7)
+
+    for row, own in enumerate(chosen):
+        with np.errstate(divide="ignore"):
+            often = np.log(sizes[row, own].astype(float))
+        logits = query[row].astype(float) @ centroids[row, own].astype(float).T * 0.7 + often
+        expected, expected_lse = weighted(logits, values[row, own].astype(float))
+        np.testing.assert_allclose(out[row], expected, atol=2e-6)
+        np.testing.assert_allclose(lse[row], expected_lse, atol=2e-6)
+
+
+@both_backends
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_a_walk_with_room_for_all_finds_the_nearest(backend: str, count: int) -> None:
+    """Every node leads to the next one, so that all are seen; -1 where there are no more."""
+    random = np.random.default_rng(count)
+    query = random.standard_normal((2, 3, 16)).astype(np.float32)
+    vectors = random.standard_normal((2, 50, 16)).astype(np.float32)
+    edges = np.full((2, 50, 4), -1, np.int32)
+    edges[:, :, 0] = random.integers(0, 50, (2, 50))
+    near, logits = np.full((2, 3, 8), 99, np.int32), np.full((2, 3, 8), np.nan, np.float32)
+    if backend == "torch":
+        estimate_reference.walk_graph(query, vectors, count, near, logits)
+    else:
+        kernels.walk_graph(query, vectors, edges, count, 50, near, logits)
+
+    products = np.einsum("rqd,rnd->rqn", query.astype(float), vectors[:, :count].astype(float))
+    k = min(8, count)
+    expected = np.argsort(-products, axis=2)[..., :k]
+    np.testing.assert_array_equal(near[..., :k], expected)
+    np.testing.assert_allclose(logits[..., :k], np.take_along_axis(products, expected, 2), atol=1e-5)
+    assert (near[..., k:] == -1).all()
+    assert np.isneginf(logits[..., k:]).all()
+
+
+def test_a_walk_looks_at_a_bounded_number_of_nodes() -> None:
+    """What it may not reach is NaN, and would be seen."""
+    graph = pytest.importorskip("tierstore.kernels.cpu.graph")
+    nodes = 40 * graph.MOST_SEEN
+    vectors = np.full((1, nodes, 1), np.nan, np.float32)
+    # Entries, and what follows each of them, with ever larger products.
+    for entry in range(8):
+        first = entry * nodes // 8
+        vectors[0, first : first + graph.MOST_SEEN + 64, 0] = np.arange(graph.MOST_SEEN + 64)
+    edges = np.full((1, nodes, 2), -1, np.int32)
+    near, logits = np.empty((1, 1, 4), np.int32), np.empty((1, 1, 4), np.float32)
+
+    kernels.walk_graph(np.ones((1, 1, 1), np.float32), vectors, edges, nodes, 4, near, logits)
+
+    assert np.isfinite(logits).all()

@@ -11,7 +11,15 @@ import torch
 from numba import njit
 from oracles import stored
 
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, narrow, widen
+from tierstore.kernels.cpu.scalar import (
+    FAST,
+    exp_nonpositive,
+    from_ordered,
+    log_positive,
+    narrow,
+    ordered,
+    widen,
+)
 
 if TYPE_CHECKING:
     from oracles import Stored
@@ -35,6 +43,19 @@ def narrow_all(values: Singles, out: Stored) -> None:
 def exp_all(x: Singles, out: Singles) -> None:
     for i in range(x.shape[0]):
         out[i] = exp_nonpositive(x[i])
+
+
+@njit(fastmath=FAST)
+def log_all(x: Singles, out: Singles) -> None:
+    for i in range(x.shape[0]):
+        out[i] = log_positive(x[i])
+
+
+@njit()
+def order_all(x: Singles, keys: npt.NDArray[np.int32], back: Singles) -> None:
+    for i in range(x.shape[0]):
+        keys[i] = ordered(x[i])
+        back[i] = from_ordered(keys[i])
 
 
 def singles(*values: float) -> Singles:
@@ -136,3 +157,29 @@ def assert_same_floats(found: Singles, expected: Singles) -> None:
     is_nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(found), is_nan)
     np.testing.assert_array_equal(found[~is_nan].view(np.uint32), expected[~is_nan].view(np.uint32))
+
+
+def test_logarithm_is_as_exact_as_its_docstring_says() -> None:
+    random = np.random.default_rng(0)
+    wide = np.exp(random.uniform(-87, 88, 500_000))
+    x = np.concatenate([wide, 1 + np.logspace(-7, 1, 500_000), 1 - np.logspace(-7, -0.01, 500_000)])
+    x = np.append(x.astype(np.float32), singles(1.0, 2.0, 0.5, np.sqrt(0.5), np.sqrt(2.0)))
+    found = np.empty_like(x)
+
+    log_all(x, found)
+
+    exact = np.log(x.astype(np.float64))
+    assert (np.abs(found - exact) <= 4e-7 * np.abs(exact)).all()
+
+
+def test_ordered_integers_compare_as_their_numbers_do() -> None:
+    random = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
+    numbers = np.append(random[~np.isnan(random)], singles(-np.inf, np.inf, 0.0, 1e-45, -1e-45))
+    x = np.append(np.sort(numbers), np.float32(np.nan))
+    keys, back = np.empty(len(x), np.int32), np.empty_like(x)
+
+    order_all(x, keys, back)
+
+    assert_same_floats(back, x)
+    assert (np.diff(keys.astype(np.int64))[np.diff(x) > 0] > 0).all()
+    assert keys.argmax() == len(x) - 1

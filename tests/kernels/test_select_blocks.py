@@ -189,3 +189,30 @@ def test_thousands_of_units_in_any_arrangement(arrangement: str) -> None:
     ids, _ = tables.select("numba", [1_250])
 
     assert ids == [best_blocks(values.tolist(), blocks, 1_250)[0]]
+
+
+@pytest.mark.parametrize("most", [1, 5], ids=["one block each", "clusters"])
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.sampled_from([1, 40, 700, 20_000]))
+def test_of_many_units_a_sample_does_not_change_the_answer(
+    most: int, seed: int, kind: int, budget: int
+) -> None:
+    """Also where the best ones stand just where the sample looks, or nowhere near it."""
+    random = np.random.default_rng(seed)
+    units = int(random.integers(2000, 4000))
+    scores = random.normal(size=units).astype(np.float32)
+    if kind == 1:
+        scores[::64] += 10
+    elif kind == 2:
+        scores[1::64] += 10
+    elif kind == 3:
+        scores[random.random(units) < 0.9] = -np.inf
+    scores = np.round(scores, 1)
+    costs = random.integers(1, most + 1, units) if most > 1 else np.ones(units, int)
+    ends = np.cumsum(costs).tolist()
+    members = [list(range(end - cost, end)) for end, cost in zip(ends, costs, strict=True)]
+
+    ids, picked = Tables.of([scores.tolist()], [members]).select("numba", [budget])
+
+    expected, expected_scores = best_blocks(scores.tolist(), members, budget)
+    assert ids == [expected]
+    assert picked == [expected_scores]
