@@ -42,6 +42,7 @@ class System:
     sent: bytes that selecting brings over the link at each step.
     fetched_part: of keys and values, the part that a miss moves.
     rebuild: multiply-adds for each missed token, to make its keys again.
+    apart: extents of 32 blocks that hold what a step misses, relative to blocks taken at random.
     """
 
     name: str
@@ -59,6 +60,7 @@ class System:
     sent: Amount = _none
     fetched_part: float = 1.0
     rebuild: float = 0.0
+    apart: float = 1.0
 
 
 def _vectors(per_token: float) -> Amount:
@@ -92,12 +94,12 @@ def _pq_codes(m: ModelSize, n: int) -> float:
 
 
 def _lsh_tables(m: ModelSize, n: int) -> float:
-    starts = 8 * _LSH_TABLES * 2**_LSH_BITS
+    starts = 8.0 * _LSH_TABLES * (1 << _LSH_BITS)
     return m.kv_heads * (4.0 * _LSH_TABLES * n + starts)
 
 
 def _lsh_buckets(m: ModelSize, n: int) -> float:
-    return m.query_heads * 4.0 * _LSH_TABLES * n / 2**_LSH_BITS
+    return m.query_heads * 4.0 * _LSH_TABLES * n / (1 << _LSH_BITS)
 
 
 def _columns(m: ModelSize, n: int) -> float:
@@ -139,7 +141,7 @@ SYSTEMS = {
         ),
         System(
             "magicpig", attends_on="host", host_index=_lsh_tables, scanned=_lsh_buckets,
-            operations=lambda m, n: m.query_heads * _LSH_TABLES * n / 2.0**_LSH_BITS,
+            operations=lambda m, n: m.query_heads * _LSH_TABLES * n / (1 << _LSH_BITS),
         ),
         System(
             "retroinfer", window=3.0, device_index=_vectors(1 / 16), scanned=_vectors(1 / 16),
@@ -152,10 +154,12 @@ SYSTEMS = {
         System(
             "kvdrive", spills=True, window=None, attends_residents=True, schedule="sfc",
             device_index=_vectors(1 / 15), scanned=_vectors(1 / 15), operations=_products(1 / 15),
+            apart=0.36,
         ),
         System(
             "best", spills=True, window=None, attends_residents=True, schedule="sfc",
-            device_index=_weighted_pq, scanned=_weighted_pq, operations=lambda m, n: 8.0 * m.query_heads * n,
+            device_index=_weighted_pq, scanned=_weighted_pq,
+            operations=lambda m, n: 8.0 * m.query_heads * n, apart=0.6,
         ),
     )
 }  # fmt: skip
