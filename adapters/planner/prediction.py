@@ -177,9 +177,11 @@ def _judge(system: System, load: Load, hardware: Hardware, sequences: float) -> 
     """Seconds of telling hits from misses; nothing where nothing is kept."""
     if not system.selects or system.window == 0:
         return 0.0
-    blocks = sequences * load.model.kv_heads * load.selected / BLOCK_TOKENS
+    if system.judges_on == "device":
+        return hardware.device.launch
+    entries = sequences * load.model.kv_heads * load.selected / system.entry_tokens
     each = hardware.judge + _misses(system, load) * hardware.admit
-    return hardware.host.launch + blocks * each
+    return hardware.host.launch + entries * each
 
 
 def _misses(system: System, load: Load) -> float:

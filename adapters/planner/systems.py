@@ -34,6 +34,8 @@ class System:
     spills: whether what the host has no room for goes to disk.
     window: budgets that stay on the device from step to step; None where the plan chooses.
     attends_residents: whether a step attends to everything that stays on the device.
+    entry_tokens: tokens of what is kept or not as a whole. judges_on: "device" or "host", which
+        tells what is there and chooses what leaves.
     schedule: "sequential", "previous-layer" or "sfc"; see `pipelining`.
     attends_on: "device" or "host".
     device_index, host_index: bytes that stay there.
@@ -51,6 +53,8 @@ class System:
     spills: bool = False
     window: float | None = 0.0
     attends_residents: bool = False
+    entry_tokens: int = 4
+    judges_on: str = "host"
     schedule: str = "sequential"
     attends_on: str = "device"
     device_index: Amount = _none
@@ -130,11 +134,12 @@ SYSTEMS = {
             operations=_products(2 / 16),
         ),
         System(
-            "shadowkv", window=1.0, device_index=_shadow_index, scanned=_vectors(1 / 8),
-            operations=_products(1 / 8), fetched_part=0.5, rebuild=float(_SHADOW_RANK),
+            "shadowkv", window=1.0, entry_tokens=8, judges_on="device",
+            device_index=_shadow_index, scanned=_vectors(1 / 8), operations=_products(1 / 8),
+            fetched_part=0.5, rebuild=float(_SHADOW_RANK),
         ),
         System(
-            "pqcache", window=1.0,
+            "pqcache", window=1.0, entry_tokens=128,
             device_index=lambda m, n: 2 * _pq_codes(m, n) / m.layers + _pq_books(m),
             host_index=_pq_codes, scanned=_pq_codes,
             operations=lambda m, n: 2.0 * m.query_heads * n, sent=_pq_codes,
@@ -144,11 +149,11 @@ SYSTEMS = {
             operations=lambda m, n: m.query_heads * _LSH_TABLES * n / (1 << _LSH_BITS),
         ),
         System(
-            "retroinfer", window=3.0, device_index=_vectors(1 / 16), scanned=_vectors(1 / 16),
-            operations=_products(1 / 16),
+            "retroinfer", window=3.0, entry_tokens=16, device_index=_vectors(1 / 16),
+            scanned=_vectors(1 / 16), operations=_products(1 / 16),
         ),
         System(
-            "retroinfer-e", window=3.0, device_index=_clusters,
+            "retroinfer-e", window=3.0, entry_tokens=16, device_index=_clusters,
             scanned=lambda m, n: _vectors(1.25 / 16)(m, n), operations=_products(1.25 / 16),
         ),
         System(
