@@ -25,6 +25,7 @@ from tierstore.adapters.planner.measuring import measure as measure_machine
 from tierstore.adapters.planner.models import MODELS, ModelSize
 from tierstore.adapters.planner.prediction import Load, predict
 from tierstore.adapters.planner.systems import SYSTEMS
+from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.language import check_window, kv_bytes, real_text
 from tierstore.benchmarks.machine import Machine, file_system_of
@@ -34,7 +35,7 @@ from tierstore.benchmarks.subject import Subject
 from tierstore.benchmarks.synthetic import SyntheticText
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tierstore.benchmarks.synthetic import Token
     from tierstore.hardware import Hardware
@@ -125,28 +126,33 @@ def _attention(
     with closing(_filled(geometry, case, text, **options)) as engine:
         for _ in range(_WARM):
             _attend(engine, text.step())
-        before = engine.store.metrics
-        selected, fetched = before.selected, before.fetched
+        metrics = engine.store.metrics
+        selected, fetched, start = metrics.selected, metrics.fetched, _disk_bytes()
         measured = [
             time_steps(partial(_attend, engine), [text.step() for _ in range(STEPS)]).median_ms
             for _ in range(repeat)
         ]
-        after = engine.store.metrics
-        misses = (after.fetched - fetched) / (after.selected - selected)
+        misses = (metrics.fetched - fetched) / (metrics.selected - selected)
+        read = (_disk_bytes() - start) / (repeat * STEPS)
     size = _size_of(geometry)
     load = Load(size, case.context, 1, case.budget, case.window, extent_bytes=_EXTENT)
     # With files under the fast tier, nothing is between them.
     where = hardware if case.under == _DRAM else hardware.with_memory(None, 1)
-    return _outcome(measured, load, where, misses)
+    return _outcome(measured, load, where, misses, disk_bytes=read)
 
 
 def _outcome(
-    measured: Sequence[float], load: Load, hardware: Hardware, misses: float, rest_ms: float = 0.0
+    measured: Sequence[float],
+    load: Load,
+    hardware: Hardware,
+    misses: float,
+    *,
+    rest_ms: float = 0.0,
+    disk_bytes: float | None = None,
 ) -> Outcome:
     system = SYSTEMS["kvdrive"]
-    blind, informed = (
-        predict(system, each, hardware) for each in (load, replace(load, reload=misses))
-    )
+    known = replace(load, reload=misses, disk_bytes=disk_bytes)
+    blind, informed = (predict(system, each, hardware) for each in (load, known))
 
     def milliseconds(stages: dict[str, float]) -> float:
         return rest_ms + 1e3 * sum(seconds for name, seconds in stages.items() if name != "rest")
@@ -185,26 +191,39 @@ def _model(
             load = Load(shape, context, 1, 0.0625, 2.0)
             name = f"demo model, {context:,} tokens"
             measured = [pair[1] for pair in rounds[1:]]
-            outcome = outcomes[name] = _outcome(measured, load, hardware, misses, rest)
+            outcome = outcomes[name] = _outcome(measured, load, hardware, misses, rest_ms=rest)
             say(f"{name}: {statistics.median(measured):.1f} ms, predicted {outcome.blind:.1f}")
     return outcomes
 
 
 def _places(say: Say, geometry: Geometry, tokens: int, repeat: int) -> dict[str, list[float]]:
-    """Milliseconds of a step by where missing blocks are attended to, in turn on equal texts."""
+    """Milliseconds of a step by where missing blocks are attended to, in turn on equal texts.
+
+    Of preset kvdrive, which attends to all of the fast tier, and of one that attends to just what
+    is selected.
+    """
     case = Case(tokens, _WHERE_BUDGET, 1.0, _DRAM)
     with ExitStack() as stack:
-        runs = {}
-        for where in ATTEND_WHERE:
-            text = SyntheticText(geometry)
-            options = {"dram": _ample(geometry, tokens), "attend_where": where}
-            engine = stack.enter_context(closing(_filled(geometry, case, text, **options)))
-            runs[where] = partial(_round, engine, text)
+        runs: dict[str, Callable[[int], float]] = {}
+        for residents in (True, False):
+            preset = replace(PRESETS["kvdrive"], attends_residents=residents)
+            for where in ATTEND_WHERE:
+                text = SyntheticText(geometry)
+                engine = _filled(
+                    geometry, case, text, preset=preset, dram=_ample(geometry, tokens),
+                    attend_where=where,
+                )  # fmt: skip
+                stack.enter_context(closing(engine))
+                runs[_where(where, residents=residents)] = partial(_round, engine, text)
 
-        def after(number: int, latest: dict[str, float]) -> None:
+        def after(number: int, latest: Mapping[str, float]) -> None:
             say(f"where, round {number} of {repeat}: {listed(latest)} ms")
 
-        return alternate(runs, repeat, after)  # type: ignore[arg-type]
+        return alternate(runs, repeat, after)
+
+
+def _where(where: str, *, residents: bool) -> str:
+    return f"{where}, {'residents' if residents else 'selected'}"
 
 
 def _round(engine: SparseAttention, text: SyntheticText, number: int) -> float:
@@ -223,6 +242,15 @@ def _filled(
     for layer, (key, value) in _layers(text, geometry, case.context):
         engine.absorb(layer, key, value, scale=geometry.head_dim**-0.5)
     return engine
+
+
+def _disk_bytes() -> int:
+    """Bytes that this process has read from disks so far."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "read_bytes":
+            return int(value)
+    return 0
 
 
 def _layers(
@@ -277,7 +305,7 @@ def _findings(
     return Findings(
         benchmark="predict",
         machine=machine,
-        baseline="fetch",
+        baseline=_where("fetch", residents=True),
         settings={
             "layers": geometry.layers,
             "steps in a round": STEPS,
@@ -293,8 +321,16 @@ def _findings(
                 Ratio(f"predicted / measured, {name}", "step", f"{name}, blind", name)
                 for name in outcomes
             ),
-            Ratio("time of a step, in-tier / fetch", "where", "in-tier", "fetch"),
-            Ratio("time of a step, auto / fetch", "where", "auto", "fetch"),
+            *(
+                Ratio(
+                    f"time of a step, {_where(where, residents=each)} / fetch",
+                    "where",
+                    _where(where, residents=each),
+                    _where("fetch", residents=each),
+                )
+                for each in (True, False)
+                for where in ("in-tier", "auto")
+            ),
         ],
         notes=[f"Error of the prediction: {note}."],
         details={"hardware": hardware.to_dict()},

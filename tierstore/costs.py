@@ -38,12 +38,24 @@ class PlaceCosts:
     far_call: float
 
     @classmethod
-    def of(cls, hardware: Hardware, block_bytes: int, block_flops: float) -> PlaceCosts:
-        """For blocks of so many bytes, on which a use does so many operations."""
+    def of(
+        cls,
+        hardware: Hardware,
+        block_bytes: int,
+        block_flops: float,
+        *,
+        uses_all_near: bool = False,
+    ) -> PlaceCosts:
+        """For blocks of so many bytes, on which a use does so many operations.
+
+        uses_all_near: everything in the fast tier is used at each step, whichever blocks it are, so
+            that one more use there costs nothing.
+        """
         device, host = hardware.device, hardware.host
+        near = max(block_bytes / device.memory, block_flops / device.vector)
         return cls(
-            move=block_bytes / hardware.link + hardware.judge,
-            near=max(block_bytes / device.memory, block_flops / device.vector),
+            move=block_bytes / hardware.link + hardware.admit,
+            near=0.0 if uses_all_near else near,
             far=max(block_bytes / host.memory, block_flops / host.vector),
             fetch_call=device.launch,
             far_call=host.launch,

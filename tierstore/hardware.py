@@ -49,7 +49,8 @@ class Hardware:
     ----------
     link: bytes/s of blocks from host memory into the fast tier.
     disk: bytes of one read, and bytes/s of many such reads at once; sizes rise.
-    judge: seconds for each selected block that is told to be there or not, and its bookkeeping.
+    judge: seconds for each selected block that is told to be there or not.
+    admit: seconds for each fetched block beside its copy: who leaves for it, and the directory.
     is_one: whether device and host are the same processor, over the same memory.
     source: where the numbers are from.
 
@@ -62,11 +63,12 @@ class Hardware:
     link: float
     disk: tuple[tuple[int, float], ...]
     judge: float
+    admit: float
     is_one: bool
     source: str
 
     def __post_init__(self) -> None:
-        rates = {"link": self.link, "judge": self.judge}
+        rates = {"link": self.link, "judge": self.judge, "admit": self.admit}
         for name, processor in (("device", self.device), ("host", self.host)):
             rates |= {f"{name} {rate}": value for rate, value in asdict(processor).items()}
         rates |= {f"disk at {size} bytes": rate for size, rate in self.disk}
@@ -110,17 +112,14 @@ class Hardware:
         """What `to_dict` gave; ConfigError for anything else."""
         try:
             assert isinstance(content, Mapping)
-            device, host = (
-                Processor(**{name: _number(value) for name, value in content[which].items()})
-                for which in ("device", "host")
-            )
             return cls(
                 name=str(content["name"]),
-                device=replace(device, memory_bytes=int(device.memory_bytes)),
-                host=replace(host, memory_bytes=int(host.memory_bytes)),
+                device=_processor(content["device"]),
+                host=_processor(content["host"]),
                 link=_number(content["link"]),
                 disk=tuple((int(_number(size)), _number(rate)) for size, rate in content["disk"]),
                 judge=_number(content["judge"]),
+                admit=_number(content["admit"]),
                 is_one=bool(content["is_one"]),
                 source=str(content["source"]),
             )
@@ -131,6 +130,11 @@ class Hardware:
                 "hardware: expected what tierstore roofline --json writes, found something else "
                 f"({type(error).__name__}: {error}); measure the machine again"
             ) from error
+
+
+def _processor(content: Mapping[str, object]) -> Processor:
+    rates = {name: _number(content[name]) for name in ("matmul", "vector", "memory", "launch")}
+    return Processor(memory_bytes=int(_number(content["memory_bytes"])), **rates)
 
 
 def _number(value: object) -> float:
@@ -145,7 +149,7 @@ SUSTAINED = 0.8
 _U2 = ((4 << 10, 4.5e9), (64 << 10, 6.9e9), (1 << 20, 6.9e9))
 """Samsung PM9A3 U.2, data sheet: 1,100,000 random reads/s of 4 KiB, 6,900 MB/s in sequence."""
 
-_JUDGE = 20e-9
+_JUDGE, _ADMIT = 60e-9, 200e-9
 """Seconds for a block on the reference machine, from `tierstore roofline` there."""
 
 _LAUNCH = 15e-6
@@ -169,14 +173,14 @@ def _gpu(
         SUSTAINED * tensor, SUSTAINED * vector, SUSTAINED * memory, gigabytes * _GIB, _LAUNCH
     )
     source = f"{sheet}; {SUSTAINED:.0%} of each rate; host Xeon Platinum 8480+, disk PM9A3 U.2"
-    return Hardware(name, device, _HOST, SUSTAINED * link, _U2, _JUDGE, False, source)
+    return Hardware(name, device, _HOST, SUSTAINED * link, _U2, _JUDGE, _ADMIT, False, source)
 
 
-_CORES = Processor(0.41e12, 60e9, 25e9, 23 * _GIB, 100e-6)
+_CORES = Processor(0.9e12, 45e9, 25e9, 23 * _GIB, 100e-6)
 
 _REFERENCE = Hardware(
     "reference", _CORES, _CORES, 6e9, ((4 << 10, 0.3e9), (64 << 10, 1.3e9), (1 << 20, 1.3e9)),
-    _JUDGE, True, "tierstore roofline on 2 cores of an Intel Xeon at 2.6 GHz with AVX-512",
+    _JUDGE, _ADMIT, True, "tierstore roofline on 2 cores of an Intel Xeon at 2.6 GHz with AVX-512",
 )  # fmt: skip
 
 PRESETS = {

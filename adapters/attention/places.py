@@ -78,7 +78,9 @@ class Places:
         # Each number of a block is in one multiply-add with every query head of its group.
         flops = 2.0 * geometry.group * block_bytes / geometry.dtype.itemsize
         self._is_auto = rules.attend_where == "auto"
-        self._costs = PlaceCosts.of(rules.hardware, block_bytes, flops)
+        self._costs = PlaceCosts.of(
+            rules.hardware, block_bytes, flops, uses_all_near=rules.attends_residents
+        )
         missed = np.full(
             (geometry.layers, geometry.kv_heads), reload_share(rules.window or 1.0, share)
         )

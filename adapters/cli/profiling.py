@@ -63,7 +63,8 @@ def profile(options: argparse.Namespace, document: Document, say: Say) -> tuple[
 
 def _selected(options: argparse.Namespace, budget: float) -> int:
     """Tokens that a step selects for each KV head."""
-    return math.ceil(options.tokens * budget) if isinstance(budget, float) else budget
+    tokens: int = options.tokens
+    return math.ceil(tokens * budget) if isinstance(budget, float) else budget
 
 
 def _tune(options: argparse.Namespace, selected: int, seen: Capture, say: Say) -> Tuned:

@@ -122,6 +122,7 @@ def rates(hardware: Hardware) -> Table:
     shown.add_section()
     shown.add_row("blocks into the fast tier, GB/s", f"{hardware.link / 1e9:.3g}", "")
     shown.add_row("judging, ns for each block", "", f"{1e9 * hardware.judge:.3g}")
+    shown.add_row("fetching beside the copy, ns for each block", "", f"{1e9 * hardware.admit:.3g}")
     for size, rate in hardware.disk:
         shown.add_row(f"disk, reads of {size >> 10} KiB, GB/s", "", f"{rate / 1e9:.3g}")
     return shown

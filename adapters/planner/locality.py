@@ -37,9 +37,24 @@ def reload_share(window: float, budget_share: float) -> float:
     curve = [float(np.interp(at, scale, column)) for column in zip(*_RELOADS, strict=True)]
     if window <= _WINDOWS[-1]:
         return float(np.interp(window, _WINDOWS, curve))
-    return curve[-1] * (curve[-1] / curve[-2]) ** (window - _WINDOWS[-1])
+    return float(curve[-1] * (curve[-1] / curve[-2]) ** (window - _WINDOWS[-1]))
 
 
 def covered_share(placed: float) -> float:
     """Share of critical block uses that the best-ranked part `placed` of all blocks serves."""
     return float(np.interp(placed, _PLACED, _COVERED))
+
+
+def extents_touched(wanted: float, blocks: float, each: float, apart: float) -> float:
+    """How many extents of `each` blocks hold so many `wanted` of a segment's `blocks`.
+
+    apart: their number for extents of many blocks, relative to blocks taken at random. Measured on
+    the same model, in the order of the text, windows of 1 and 2 budgets of 1.56 and 6.25 %: .55 to
+    .72 with exact scores, .31 to .41 with those of clusters.
+    """
+    if wanted == 0:
+        return 0.0
+    extents = max(1.0, blocks / each)
+    at_random = extents * (1 - (1 - 1 / extents) ** wanted)
+    # Neighbours are missed together, and share an extent the more it holds.
+    return float(min(wanted, at_random * (1 - (1 - apart) * (1 - 1 / max(each, 1.0)))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ _BLOCK_TOKENS = 4
 _CACHED_BLOCKS = 2048
 _LINK_BLOCKS = 1 << 16
 _MOVED_BLOCKS = 1 << 14
+_CONTEXTS = (512, 16_384)
+_STEPS = 48
 
 
 def measure(disk: str | Path, say: Say) -> Hardware:
@@ -59,15 +61,15 @@ def measure(disk: str | Path, say: Say) -> Hardware:
     say("attention")
     vector = attention_rate()
     say("stages")
-    launch, judge = stage_costs()
+    costs = stage_costs()
     say("blocks into the fast tier")
     link = link_rate()
     say("disk")
     reads = tuple(disk_rates(disk).items())
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = Processor(matmul, vector, memory, size, launch)
+    cores = Processor(matmul, vector, memory, size, costs.launch)
     return Hardware(
-        "here", cores, cores, link, reads, judge, True,
+        "here", cores, cores, link, reads, costs.judge, costs.admit, True,
         f"measured with {torch.get_num_threads()} threads",
     )  # fmt: skip
 
@@ -129,28 +131,47 @@ def link_rate() -> float:
         fast.close()
 
 
-def stage_costs() -> tuple[float, float]:
-    """Seconds that a stage takes beside its work, and seconds of judging for each block."""
-    small, large = (_resident_step(tokens) for tokens in (512, 16_384))
-    blocks = [GEOMETRY.kv_heads * tokens / 4 / _BLOCK_TOKENS for tokens in (512, 16_384)]
-    judge = (large.judge - small.judge) / (blocks[1] - blocks[0])
-    launch = statistics.fmean((small.select, small.judge, small.attend))
-    return launch, max(judge, 1e-10)
+class StageCosts(NamedTuple):
+    """Seconds that a stage takes beside its work; for each block judged, and for each fetched."""
+
+    launch: float
+    judge: float
+    admit: float
+
+
+def stage_costs() -> StageCosts:
+    """Costs that depend on the number of blocks, not on their bytes."""
+    few, many = (_resident_step(tokens) for tokens in _CONTEXTS)
+    blocks = [GEOMETRY.kv_heads * tokens / 4 / _BLOCK_TOKENS for tokens in _CONTEXTS]
+    judge = max(1e-10, (many.judge - few.judge) / (blocks[1] - blocks[0]))
+    missing = _missing_step(_CONTEXTS[1])
+    admit = (missing.judge - many.judge) / (missing.missed * blocks[1])
+    launch = statistics.fmean((few.select, few.judge, few.attend))
+    return StageCosts(launch, judge, max(1e-10, admit))
 
 
 def _resident_step(tokens: int) -> Times:
     """A step that selects a quarter of the context, with all of it in the fast tier."""
+    return _step(tokens, window=4.0)
+
+
+def _missing_step(tokens: int) -> Times:
+    """The same with a quarter of it in the fast tier."""
+    return _step(tokens, window=1.0)
+
+
+def _step(tokens: int, window: float) -> Times:
     generator = torch.Generator().manual_seed(0)
     shape = (GEOMETRY.kv_heads, tokens, GEOMETRY.head_dim)
     key, value = (torch.randn(shape, generator=generator).to(GEOMETRY.dtype) for _ in range(2))
     stages = LayerStages(
-        GEOMETRY, PRESETS["kvdrive"], key, value, None, budget=tokens // 4, window=4.0,
+        GEOMETRY, PRESETS["kvdrive"], key, value, None, budget=tokens // 4, window=window,
         scale=GEOMETRY.head_dim**-0.5,
     )  # fmt: skip
     try:
-        queries = torch.randn(48, GEOMETRY.kv_heads, GEOMETRY.group, GEOMETRY.head_dim)
-        steps = [stages.step(query.to(GEOMETRY.dtype)) for query in queries]
-        return Times.median(steps[16:])
+        each = (GEOMETRY.kv_heads, GEOMETRY.group, GEOMETRY.head_dim)
+        queries = torch.randn(_STEPS, *each, generator=generator).to(GEOMETRY.dtype)
+        return Times.median([stages.step(query) for query in queries][_STEPS // 3 :])
     finally:
         stages.close()
 
@@ -183,7 +204,7 @@ def _write(path: Path) -> None:
     try:
         with path.open("wb") as file:
             for _ in range(FILE_BYTES >> 20):
-                file.write(block)
+                file.write(block.data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.planner.locality import covered_share, reload_share
+from tierstore.adapters.planner.locality import covered_share, extents_touched, reload_share
 from tierstore.adapters.planner.pipelining import Stage, layer_seconds
 from tierstore.adapters.planner.systems import SYSTEMS
 
@@ -41,7 +41,7 @@ class Load:
     window, micro_batches: of systems that leave them open.
     extent_bytes: of reads from disk; the fastest by default.
     reload: share of the selected blocks that are not in the fast tier; the measured curve's by
-        default.
+        default. disk_bytes: read from disk in a step; by default what the misses come to.
     """
 
     model: ModelSize
@@ -52,6 +52,7 @@ class Load:
     micro_batches: int = 1
     extent_bytes: int | None = None
     reload: float | None = None
+    disk_bytes: float | None = None
 
     @property
     def selected(self) -> int:
@@ -129,8 +130,8 @@ def predict(system: System, load: Load, hardware: Hardware) -> Prediction:
     stages |= {"attend": model.layers * attend, "rest": model.layers * rest + last}
     step = model.layers * layer + last
     return Prediction(
-        system.name, window, count, _misses(system, load), _footprint(system, load, hardware), stages, step,
-        load.batch / step,
+        system.name, window, count, _misses(system, load), _footprint(system, load, hardware),
+        stages, step, load.batch / step,
     )  # fmt: skip
 
 
@@ -176,8 +177,11 @@ def _judge(system: System, load: Load, hardware: Hardware, sequences: float) -> 
     """Seconds of telling hits from misses; nothing where nothing is kept."""
     if not system.selects or system.window == 0:
         return 0.0
-    blocks = sequences * load.model.kv_heads * load.selected / BLOCK_TOKENS
-    return hardware.host.launch + blocks * hardware.judge
+    if system.judges_on == "device":
+        return hardware.device.launch
+    entries = sequences * load.model.kv_heads * load.selected / system.entry_tokens
+    each = hardware.judge + _misses(system, load) * hardware.admit
+    return hardware.host.launch + entries * each
 
 
 def _misses(system: System, load: Load) -> float:
@@ -216,6 +220,9 @@ def _disk_seconds(
     if not system.selects:
         whole = sequences * load.context * (1 - held) * model.kv_bytes
         return whole / hardware.disk_rate(_SEQUENTIAL_BYTES)
+    if load.disk_bytes is not None and load.extent_bytes is not None:
+        each = load.disk_bytes / model.layers * sequences / load.batch
+        return each / hardware.disk_rate(load.extent_bytes)
     # The best-ranked blocks are above, so that misses of the disk are among those of the device.
     from_disk = min(share, 1 - covered_share(held))
     block = 2 * model.head_dim * model.ELEMENT * BLOCK_TOKENS
@@ -223,17 +230,11 @@ def _disk_seconds(
     sizes = EXTENTS if load.extent_bytes is None else (load.extent_bytes,)
     segments = sequences * model.kv_heads
     return segments * min(
-        _touched(wanted, load.context / BLOCK_TOKENS * block / size)
+        extents_touched(wanted, load.context / BLOCK_TOKENS, size / block, system.apart)
         * size
         / hardware.disk_rate(size)
         for size in sizes
     )
-
-
-def _touched(blocks: float, extents: float) -> float:
-    """How many of a segment's extents hold so many of its blocks, taken at random."""
-    extents = max(1.0, extents)
-    return min(blocks, extents * (1 - (1 - 1 / extents) ** blocks))
 
 
 def _attend(system: System, load: Load, hardware: Hardware) -> float:

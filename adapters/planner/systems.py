@@ -34,6 +34,8 @@ class System:
     spills: whether what the host has no room for goes to disk.
     window: budgets that stay on the device from step to step; None where the plan chooses.
     attends_residents: whether a step attends to everything that stays on the device.
+    entry_tokens: tokens of what is kept or not as a whole. judges_on: "device" or "host", which
+        tells what is there and chooses what leaves.
     schedule: "sequential", "previous-layer" or "sfc"; see `pipelining`.
     attends_on: "device" or "host".
     device_index, host_index: bytes that stay there.
@@ -42,6 +44,7 @@ class System:
     sent: bytes that selecting brings over the link at each step.
     fetched_part: of keys and values, the part that a miss moves.
     rebuild: multiply-adds for each missed token, to make its keys again.
+    apart: extents of 32 blocks that hold what a step misses, relative to blocks taken at random.
     """
 
     name: str
@@ -50,6 +53,8 @@ class System:
     spills: bool = False
     window: float | None = 0.0
     attends_residents: bool = False
+    entry_tokens: int = 4
+    judges_on: str = "host"
     schedule: str = "sequential"
     attends_on: str = "device"
     device_index: Amount = _none
@@ -59,6 +64,7 @@ class System:
     sent: Amount = _none
     fetched_part: float = 1.0
     rebuild: float = 0.0
+    apart: float = 1.0
 
 
 def _vectors(per_token: float) -> Amount:
@@ -92,12 +98,12 @@ def _pq_codes(m: ModelSize, n: int) -> float:
 
 
 def _lsh_tables(m: ModelSize, n: int) -> float:
-    starts = 8 * _LSH_TABLES * 2**_LSH_BITS
+    starts = 8.0 * _LSH_TABLES * (1 << _LSH_BITS)
     return m.kv_heads * (4.0 * _LSH_TABLES * n + starts)
 
 
 def _lsh_buckets(m: ModelSize, n: int) -> float:
-    return m.query_heads * 4.0 * _LSH_TABLES * n / 2**_LSH_BITS
+    return m.query_heads * 4.0 * _LSH_TABLES * n / (1 << _LSH_BITS)
 
 
 def _columns(m: ModelSize, n: int) -> float:
@@ -128,34 +134,37 @@ SYSTEMS = {
             operations=_products(2 / 16),
         ),
         System(
-            "shadowkv", window=1.0, device_index=_shadow_index, scanned=_vectors(1 / 8),
-            operations=_products(1 / 8), fetched_part=0.5, rebuild=float(_SHADOW_RANK),
+            "shadowkv", window=1.0, entry_tokens=8, judges_on="device",
+            device_index=_shadow_index, scanned=_vectors(1 / 8), operations=_products(1 / 8),
+            fetched_part=0.5, rebuild=float(_SHADOW_RANK),
         ),
         System(
-            "pqcache", window=1.0,
+            "pqcache", window=1.0, entry_tokens=128,
             device_index=lambda m, n: 2 * _pq_codes(m, n) / m.layers + _pq_books(m),
             host_index=_pq_codes, scanned=_pq_codes,
             operations=lambda m, n: 2.0 * m.query_heads * n, sent=_pq_codes,
         ),
         System(
             "magicpig", attends_on="host", host_index=_lsh_tables, scanned=_lsh_buckets,
-            operations=lambda m, n: m.query_heads * _LSH_TABLES * n / 2.0**_LSH_BITS,
+            operations=lambda m, n: m.query_heads * _LSH_TABLES * n / (1 << _LSH_BITS),
         ),
         System(
-            "retroinfer", window=3.0, device_index=_vectors(1 / 16), scanned=_vectors(1 / 16),
-            operations=_products(1 / 16),
+            "retroinfer", window=3.0, entry_tokens=16, device_index=_vectors(1 / 16),
+            scanned=_vectors(1 / 16), operations=_products(1 / 16),
         ),
         System(
-            "retroinfer-e", window=3.0, device_index=_clusters,
+            "retroinfer-e", window=3.0, entry_tokens=16, device_index=_clusters,
             scanned=lambda m, n: _vectors(1.25 / 16)(m, n), operations=_products(1.25 / 16),
         ),
         System(
             "kvdrive", spills=True, window=None, attends_residents=True, schedule="sfc",
             device_index=_vectors(1 / 15), scanned=_vectors(1 / 15), operations=_products(1 / 15),
+            apart=0.36,
         ),
         System(
             "best", spills=True, window=None, attends_residents=True, schedule="sfc",
-            device_index=_weighted_pq, scanned=_weighted_pq, operations=lambda m, n: 8.0 * m.query_heads * n,
+            device_index=_weighted_pq, scanned=_weighted_pq,
+            operations=lambda m, n: 8.0 * m.query_heads * n, apart=0.6,
         ),
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -46,10 +47,17 @@ def test_the_choice_costs_as_little_as_any(
 
 def test_heads_that_wander_stay_and_heads_that_return_are_fetched() -> None:
     # Over a PCIe link a block pays for its way once it is used a few times.
-    costs = PlaceCosts.of(PRESETS["h200"], 2048, 8192.0)
+    costs = PlaceCosts.of(replace(PRESETS["h200"], admit=1e-9), 2048, 8192.0)
     uses = np.array([1.0, 2.0, 20.0, 50.0])
     stays = costs.stays(np.full(4, 10_000), uses)
     assert stays.tolist() == [True, True, False, False]
+
+
+def test_blocks_are_fetched_where_all_of_the_fast_tier_is_used_anyway() -> None:
+    costs = PlaceCosts.of(PRESETS["reference"], 2048, 8192.0, uses_all_near=True)
+    assert costs.near == 0
+    misses = np.array([5000, 5000])
+    assert not costs.stays(misses, np.array([20.0, 50.0])).any()
 
 
 def test_one_processor_over_one_memory_never_moves_many_blocks() -> None:
