@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
     from tierstore.policies.profile import Amounts
+    from tierstore.timeline import Timeline
 
 _STAGING_BLOCKS = 64
 """Blocks per KV head that a later turn reads at once."""
@@ -104,6 +105,10 @@ class Batch:
     def settle(self) -> None:
         """Return when nothing is under way any more; raise what went wrong with it."""
         self._stages.settle()
+
+    def watch(self, timeline: Timeline | None) -> None:
+        """Note in a timeline when each stage and each transfer runs; None ends it."""
+        self._stages.watch(timeline)
 
     def close(self) -> None:
         """End what is under way."""

@@ -72,7 +72,6 @@ class SparseAttention:
         `tierstore.pipeline.schedule` names them; the preset's by default.
     micro_batch: sequences that pass the stages together; by default a quarter of the batch where
         the last tier is a disk, else all.
-    timeline: notes when each stage and each transfer runs.
     on_selection: is called with what each step selects in each layer, as
         ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
         `tierstore.traces.recorder`.
@@ -103,7 +102,6 @@ class SparseAttention:
         on_selection: SelectionListener | None = None,
         schedule: str | None = None,
         micro_batch: int | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         system = preset_named(preset)
         amount = parse_budget(system.budget if budget is None else budget)
@@ -129,9 +127,10 @@ class SparseAttention:
         check_planning(window, given, recalibrate)
         self._rules = Rules(
             geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
-            schedule_name, micro_batch, timeline,
+            schedule_name, micro_batch,
         )  # fmt: skip
         self._batch: Batch | None = None
+        self._timeline: Timeline | None = None
         self._next_layer = 0
         self._is_closed = False
         self._process = os.getpid()
@@ -272,6 +271,12 @@ class SparseAttention:
             raise ConfigError(f"layer {layer} has made no step yet: known are {sorted(attended)}")
         return attended[layer]
 
+    def watch(self, timeline: Timeline | None) -> None:
+        """Note in a timeline when each stage and each transfer runs; None ends it."""
+        self._timeline = timeline
+        if self._batch is not None:
+            self._batch.watch(timeline)
+
     def report(self) -> Report:
         """What was stored, moved and attended since the engine was made or reset."""
         batch, rules, tiers = self._batch, self._rules, self._stack.tiers
@@ -350,6 +355,7 @@ class SparseAttention:
             batch = self._batch = Batch(
                 self._rules, self.layout, self._stack.tiers, sequences, tokens, scale
             )
+            batch.watch(self._timeline)
         return batch
 
     def _stored(self) -> Batch:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tierstore.adapters.presets import Preset
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
-    from tierstore.timeline import Timeline
 
     SelectionListener = Callable[[int, Ids, Selection], None]
     """Is told, before the blocks are fetched: layer, blocks of its rows [R], what was selected."""
@@ -70,7 +69,6 @@ class Rules(NamedTuple):
     on_selection: SelectionListener | None = None
     schedule: str = "sequential"
     micro_batch: int | None = None
-    timeline: Timeline | None = None
 
     @property
     def attends_residents(self) -> bool:
