@@ -77,6 +77,10 @@ BENCHMARKS = {
         "loading a prompt that was computed before, against its prefill and the disk",
         frozenset({"repeat", "tokens", "disk"}),
     ),
+    "pipeline": Benchmark(
+        "steps of a batch with its blocks on disk, under each schedule of the stages",
+        frozenset({"repeat", "tokens", "layers", "disk"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
@@ -103,11 +107,13 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--repeat", type=int, metavar="N", help="paired rounds")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of context")
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model (attention)")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="layers of the model (attention, pipeline)"
+    )
     parser.add_argument(
         "--disk",
         metavar="DIR",
-        help="where files lie (decode, prefix, store); default: the directory for temporary files",
+        help="where files lie (decode, pipeline, prefix, store); default: with temporary files",
     )
     parser.add_argument(
         "--parts",

@@ -45,7 +45,7 @@ be known before the layer's next step, which may run beside the rest."""
 
 
 class Task(NamedTuple):
-    """A stage of one micro-batch in one layer and step; micro-batch -1 stands for all.
+    """A stage of one micro-batch for one layer and step; micro-batch -1 stands for all.
 
     after: positions in the schedule, all before its own.
     """
@@ -183,7 +183,7 @@ def _previous_step(draft: _Draft) -> None:
         own = guessed.get(at[1]) or draft.fetches(at, before)
         done = draft.add(draft.compute, at, -1, [*own, *before])
         if at[0] + 1 < draft.steps:
-            guessed[at[1]] = draft.fetches(at, [done])
+            guessed[at[1]] = draft.fetches((at[0] + 1, at[1]), [done])
         before = [done, *(draft.add(stage, at, -1, [done]) for stage in draft.others)]
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
+    from tierstore.timeline import Timeline
 
 Failures = dict[int, Exception]
 """Lane to the error that ended its sequence."""
@@ -117,6 +118,10 @@ class Batch:
         """Return when nothing is under way any more; raise what went wrong with it."""
         self._stages.settle()
         self._end_late(None)
+
+    def watch(self, timeline: Timeline | None) -> None:
+        """Note in a timeline when each stage and each transfer runs; None ends it."""
+        self._stages.watch(timeline)
 
     def close(self) -> None:
         """End what is under way."""

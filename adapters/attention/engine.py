@@ -95,7 +95,6 @@ class SparseAttention:
         `tierstore.pipeline.schedule` names them; the preset's by default.
     micro_batch: sequences that pass the stages together; by default a quarter of the batch where
         the last tier is a disk, else all.
-    timeline: notes when each stage and each transfer runs.
     sync: how blocks come from disk: ``"a"`` whole layers, ``"b"`` extents past the page cache,
         ``"c"`` through pages in DRAM that are asked for ahead, ``"d"`` as (c) with slots in DRAM
         for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By
@@ -136,7 +135,6 @@ class SparseAttention:
         on_selection: SelectionListener | None = None,
         schedule: str | None = None,
         micro_batch: int | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         given = None if plan is None else plan_for(plan, geometry)
         system = tuned(preset_named(preset), given)
@@ -166,10 +164,11 @@ class SparseAttention:
         self._rules = Rules(
             geometry, system, amount, window, filter_, given, recalibrate, record, on_selection,
             attend_where, hardware or PRESETS["reference"],
-            schedule_name, micro_batch, timeline,
+            schedule_name, micro_batch,
             level, stalls,
         )  # fmt: skip
         self._batch: Batch | None = None
+        self._timeline: Timeline | None = None
         self._passes = Passes(geometry.layers)
         self._spread = Spread()
         self._is_closed = False
@@ -371,6 +370,7 @@ class SparseAttention:
             if self._batch is None:
                 self.reset()
         if self._batch is not None:
+            self._batch.watch(self._timeline)
             for lane, promised in enumerate(self._batch.lanes.promised.tolist()):
                 known.enter(lane, Admitted(promised, self._rules.budget))
         return columns
@@ -476,6 +476,12 @@ class SparseAttention:
             raise ConfigError(f"layer {layer} has made no step yet: known are {sorted(attended)}")
         return attended[layer]
 
+    def watch(self, timeline: Timeline | None) -> None:
+        """Note in a timeline when each stage and each transfer runs; None ends it."""
+        self._timeline = timeline
+        if self._batch is not None:
+            self._batch.watch(timeline)
+
     def report(self) -> Report:
         """What was stored, moved and attended since the engine was made or reset."""
         return report_of(self._batch, self._rules, self._stack.tiers, self.layout)
@@ -516,6 +522,7 @@ class SparseAttention:
                 self._batch = Batch(
                     self._rules, self.layout, self._stack.tiers, known.admitted(), scale
                 )
+                self._batch.watch(self._timeline)
             yield self._batch
         except Exception as error:
             if not ends_all:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tierstore.hardware import Hardware
     from tierstore.interfaces import Ids, Selection
     from tierstore.policies.plan import Plan
-    from tierstore.timeline import Timeline
     from tierstore.policies.profile import Amounts
 
     SelectionListener = Callable[[int, Ids, Selection], None]
@@ -76,7 +75,6 @@ class Rules(NamedTuple):
     hardware: Hardware = PRESETS["reference"]
     schedule: str = "sequential"
     micro_batch: int | None = None
-    timeline: Timeline | None = None
     sync: SyncLevel | None = None
     stalls: Amounts | None = None
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tierstore.memory import Memory
     from tierstore.pipeline import Run, Schedule
     from tierstore.store import BlockStore
+    from tierstore.timeline import Timeline
 
 _ATTENTION = STAGES[:4]
 _QUARTERS = 4
@@ -50,8 +51,8 @@ class Stages:
         self._layers = layers
         self._memories = memories
         """Of the device and of the host; one of them may be both."""
-        self._timeline = store.timeline = rules.timeline
-        self._pipeline = Pipeline(rules.timeline)
+        self._timeline: Timeline | None = None
+        self._pipeline = Pipeline()
         self._scratches: list[tuple[Scratch, Scratch]] = []
         self._division: list[slice] = []
         """Rows of the micro-batches that were asked for; `_rows` may be fewer."""
@@ -65,6 +66,11 @@ class Stages:
         self.sync: Sync | None = None
         """What is done as soon as blocks are selected."""
         self._step = 0
+
+    def watch(self, timeline: Timeline | None) -> None:
+        """Note in a timeline when each stage and each transfer runs; None ends it."""
+        self.settle()
+        self._timeline = self._pipeline.timeline = self._store.timeline = timeline
 
     def close(self) -> None:
         """End the threads, when what is under way is done; its errors come no more."""

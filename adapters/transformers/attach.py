@@ -103,8 +103,8 @@ def attach(
             recalibrate=recalibrate,
             schedule=schedule,
             micro_batch=micro_batch,
-            timeline=timeline,
         )
+        engine.watch(timeline)
         on_error.callback(engine.close)
         cache = attach_engine(model, engine, prefixes=prefixes)
         on_error.pop_all()
