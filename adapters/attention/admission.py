@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tierstore.memory import Memory
     from tierstore.store import BlockStore
 
-_BY_ROWS = "sinks and local window"
 _BY_HANDLES = ("directory", "policy")
 
 
@@ -102,7 +101,8 @@ def _growth(memory: Memory, batch: _Room) -> int:
     index = sum(layer.index.grown_bytes(rows, longest, memory) for layer in batch.layers)
     index = max(index, used.get("index", 0))
     growth = index - used.get("index", 0)
-    growth += used.get(_BY_ROWS, 0) * (len(lanes) / batch.layers[0].sequences - 1)
+    more = len(lanes) - batch.layers[0].sequences
+    growth += sum(layer.grown_bytes(more, memory) for layer in batch.layers)
     if growth and used.get("index"):
         growth += used.get("work space", 0) * (index / used["index"] - 1)
     if memory is batch.store.memory:

@@ -259,8 +259,11 @@ class SparseAttention:
                 passes.sequences.leave(sequence)
                 raise
         passes.sequences.leave(sequence)
-        if batch is not None:
+        if batch is not None and passes.sequences.numbers:
             batch.sharing.sequences_changed()
+        elif batch is not None:
+            # Rows as long as the longest sequence ever are in nobody's way any more.
+            batch.arrange([])
 
     @property
     def sequences(self) -> list[int]:

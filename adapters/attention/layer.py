@@ -186,6 +186,12 @@ class Layer:
                 self.strip_length[rows] = self.blocks[rows] = 0
                 self.index.truncate(rows, 0)
 
+    def grown_bytes(self, sequences: int, memory: Memory) -> int:
+        """Bytes of `memory` that the strips of so many more sequences take."""
+        width = self._geometry.head_dim + self._geometry.value_size
+        each = self.heads * self.strip_room * width * self.strip_key.itemsize
+        return sequences * each if memory is self._memory else 0
+
     def grow(self, sequences: int) -> None:
         """Have rows for so many more sequences, after those there are, without tokens."""
         rows = len(self.segments) + sequences * self.heads
@@ -221,11 +227,7 @@ class Layer:
 
     def arrange(self, sources: Sequence[int]) -> None:
         """Let sequence i be what sequence ``sources[i]`` was; those not named are dropped."""
-        rows = [
-            row
-            for source in sources
-            for row in range(*self.rows(source).indices(len(self.segments)))
-        ]
+        rows = (np.array(sources, np.int64)[:, None] * self.heads + np.arange(self.heads)).ravel()
         segments = self.segments[rows]
         first = np.unique(rows, return_index=True)[1]
         copies = np.setdiff1d(np.arange(len(rows)), first)
@@ -233,7 +235,7 @@ class Layer:
         self._store.duplicate(self.segments[rows][copies], segments[copies])
         self._store.drop(np.delete(self.segments, np.unique(rows)))
         self.segments = segments
-        self.index.arrange_rows(rows, segments)
+        self.index.arrange_rows(rows.tolist(), segments)
         for name in ("strip_key", "strip_value"):
             old = getattr(self, name)
             new = self._memory.take(
