@@ -93,7 +93,7 @@ def _check_top(batch: _Room) -> None:
 def _growth(memory: Memory, batch: _Room) -> int:
     """Bytes that all but slots may take in a memory beyond what they take now.
 
-    While an array grows, the old one is there too.
+    While an array grows the old one is there too, beside room to go back.
     """
     used, lanes = memory.by_purpose(), batch.lanes
     blocks = lanes.blocks(batch.preset)
@@ -110,4 +110,4 @@ def _growth(memory: Memory, batch: _Room) -> int:
         handles = int(np.maximum(chunks.sum() * CHUNK - batch.store.space.handles, 0))
         tables = sum(used.get(name, 0) for name in _BY_HANDLES)
         growth += tables / batch.store.space.handles * handles * 9 / 8
-    return int(growth + memory.largest_bytes * (growth > 0))
+    return int(growth + 2 * memory.largest_bytes * (growth > 0))
