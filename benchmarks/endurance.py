@@ -40,7 +40,7 @@ SEQUENCES = 4
 PROMPT, LONGEST = (64, 900), 1_200
 """Tokens of a prompt, at least and at most, and of a sequence when it leaves."""
 
-FAST, DRAM = 224 << 10, 768 << 10
+FAST, DRAM = 2_500 << 10, 768 << 10
 """Bytes: too little for the windows, and for the blocks, of all sequences."""
 
 SAMPLES = 100

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tierstore.memory import Memory
     from tierstore.store import BlockStore
 
-_BY_ROWS = "sinks and local window"
 _BY_HANDLES = ("directory", "policy")
 
 
@@ -94,7 +93,7 @@ def _check_top(batch: _Room) -> None:
 def _growth(memory: Memory, batch: _Room) -> int:
     """Bytes that all but slots may take in a memory beyond what they take now.
 
-    While an array grows, the old one is there too.
+    While an array grows the old one is there too, beside room to go back.
     """
     used, lanes = memory.by_purpose(), batch.lanes
     blocks = lanes.blocks(batch.preset)
@@ -102,7 +101,8 @@ def _growth(memory: Memory, batch: _Room) -> int:
     index = sum(layer.index.grown_bytes(rows, longest, memory) for layer in batch.layers)
     index = max(index, used.get("index", 0))
     growth = index - used.get("index", 0)
-    growth += used.get(_BY_ROWS, 0) * (len(lanes) / batch.layers[0].sequences - 1)
+    more = len(lanes) - batch.layers[0].sequences
+    growth += sum(layer.grown_bytes(more, memory) for layer in batch.layers)
     if growth and used.get("index"):
         growth += used.get("work space", 0) * (index / used["index"] - 1)
     if memory is batch.store.memory:
@@ -110,4 +110,4 @@ def _growth(memory: Memory, batch: _Room) -> int:
         handles = int(np.maximum(chunks.sum() * CHUNK - batch.store.space.handles, 0))
         tables = sum(used.get(name, 0) for name in _BY_HANDLES)
         growth += tables / batch.store.space.handles * handles * 9 / 8
-    return int(growth + memory.largest_bytes * (growth > 0))
+    return int(growth + 2 * memory.largest_bytes * (growth > 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from tierstore.adapters.attention.sync import Sync, fit_page_cache
 from tierstore.adapters.attention.warm_up import WarmUp
 from tierstore.arrays import as_array
 from tierstore.below import can_stay
-from tierstore.errors import TierstoreError
+from tierstore.errors import CapacityError, TierstoreError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
 from tierstore.policies import LRU
@@ -183,7 +183,7 @@ class Batch:
         """Store new tokens [B, ., T, .] without attending; `query`: the last ones', if known."""
         self._begin_change(range(len(self.lanes)))
         if number == 0:
-            self.tokens += key.shape[2]
+            self.tokens[:] += key.shape[2]
         for sequence in range(self.layers[number].sequences):
             last = None if query is None else query[sequence]
             self._store(number, sequence, last, key[sequence], value[sequence])
@@ -389,11 +389,29 @@ class Batch:
         lanes = self.lanes.with_more(more)
         lanes.enter(lane, admitted)
         check_room(self.store, self.layers, self.rules.preset, lanes)
-        for layer in self.layers if more else ():
-            layer.grow(more)
-        blocks = int(lanes.blocks(self.rules.preset).sum())
-        reserve_backing(self.store, blocks * self.layers[0].heads * len(self.layers))
+        with self._growing(more):
+            blocks = int(lanes.blocks(self.rules.preset).sum())
+            reserve_backing(self.store, blocks * self.layers[0].heads * len(self.layers))
         self._use(lanes)
+
+    @contextmanager
+    def _growing(self, more: int) -> Iterator[None]:
+        """Make so many more lanes, and take them back if that fails or the rest does."""
+        before = len(self.lanes)
+        with ExitStack() as spare:
+            # Taking back copies one array after the other, which needs room that is there now.
+            for memory in {self._device_memory, self.store.memory} if more else ():
+                held = memory.take(memory.largest_bytes, np.uint8, "work space")
+                spare.callback(memory.give, held)
+            try:
+                for layer in self.layers if more else ():
+                    layer.grow(more)
+                yield
+            except CapacityError:
+                spare.close()
+                for layer in self.layers:
+                    layer.cut(before)
+                raise
 
     def give_up(self, lane: int, error: Exception) -> None:
         """Free a lane whose sequence `error` has ended."""

@@ -179,13 +179,13 @@ class SparseAttention:
 
         Parameters
         ----------
-        tokens: that it may have in the end, prompt and new ones. As long as no sequence has more
-            than it was let in for, none runs out of room for its blocks.
+        tokens: that it may have in the end, prompt and new ones. As long as none has more, none
+            runs out of room for its blocks.
         budget: share of its context, or tokens, that a step selects; the engine's by default.
 
         CapacityError if it does not fit beside what the others were let in for: nothing has changed
-        then. How much an index takes is learnt from the sequences there are; that of the first one
-        may turn out too large only while its prompt comes.
+        then. How much index and work space take is learnt from the sequences there are. So a first
+        one, for which they turn out too large, fails later.
         """
         self._check_open()
         self._passes.check_between()
@@ -235,7 +235,7 @@ class SparseAttention:
         named = self._named(layer, key, value, sequences, scale)
         with self._one_layer(layer, key, named, scale, ends_all=sequences is None) as batch:
             lanes = self._passes.lanes
-            if query.shape[2] > 1 or batch.layers[layer].is_empty(lanes):
+            if query.shape[2] != 1 or batch.layers[layer].is_empty(lanes):
                 return batch.extend(layer, query, key, value, valid, lanes)
             return self._step(batch, layer, (query, key, value), valid, None, next_query)
 
@@ -301,8 +301,11 @@ class SparseAttention:
                 passes.sequences.leave(sequence)
                 raise
         passes.sequences.leave(sequence)
-        if batch is not None:
+        if batch is not None and passes.sequences.numbers:
             batch.sharing.sequences_changed()
+        elif batch is not None:
+            # Rows as long as the longest sequence ever are in nobody's way any more.
+            batch.arrange([])
 
     @property
     def sequences(self) -> list[int]:

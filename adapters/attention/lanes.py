@@ -67,16 +67,18 @@ class Lanes:
         self.tokens[lane] = self.promised[lane] = 0
 
     def arranged(self, sources: Sequence[int]) -> Self:
-        """Lane i as lane ``sources[i]``, a free one for -1."""
-        chosen, is_old = np.array(sources, np.int64), np.array(sources) >= 0
-        other = type(self)(())
+        """Lane i as lane ``sources[i]``."""
+        chosen, other = np.array(sources, np.int64), type(self)(())
         for name, old in vars(self).items():
-            setattr(other, name, np.where(is_old, old[chosen], np.zeros_like(old[:1])))
+            setattr(other, name, old[chosen])
         return other
 
     def with_more(self, lanes: int) -> Self:
         """These, and so many free ones after them."""
-        return self.arranged([*range(len(self)), *[-1] * lanes])
+        other = type(self)(())
+        for name, old in vars(self).items():
+            setattr(other, name, np.concatenate([old, np.zeros(lanes, old.dtype)]))
+        return other
 
     def blocks(self, preset: Preset) -> Pointers:
         """Blocks that each row of the lanes' sequences may have in the end."""

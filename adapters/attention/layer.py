@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.exact import Piece
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.presets import Preset
-    from tierstore.interfaces import Bytes, Ids, Index
+    from tierstore.interfaces import Bytes, Ids, Index, Pointers
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
     from tierstore.store import BlockStore
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 SEAL_BLOCKS = 8
 """Tokens leave the strip for blocks when so many blocks, or as many tokens as the index wants to
 have together, have piled up beyond the local window."""
+
+
+_STRIPS = "strip_key", "strip_value"
 
 
 @dataclass(frozen=True)
@@ -223,19 +226,49 @@ class Layer:
                 self.strip_length[rows] = self.blocks[rows] = 0
                 self.index.truncate(rows, 0)
 
+    def grown_bytes(self, sequences: int, memory: Memory) -> int:
+        """Bytes of `memory` that the strips of so many more sequences take."""
+        width = self._geometry.head_dim + self._geometry.value_size
+        each = self.heads * self.strip_room * width * self.strip_key.itemsize
+        return sequences * each if memory is self._memory else 0
+
     def grow(self, sequences: int) -> None:
-        """Have rows for so many more sequences, after those there are, without tokens."""
+        """Have rows for so many more sequences, after those there are, without tokens.
+
+        After an error there may be some of them: `cut` takes them away.
+        """
         rows = len(self.segments) + sequences * self.heads
-        for name in ("strip_key", "strip_value"):
+        for name in _STRIPS:
             old = getattr(self, name)
             shape = (rows, *old.shape[1:])
             setattr(self, name, self._memory.grow(old, shape, "sinks and local window"))
         segments = self._store.open(rows - len(self.segments))
-        self.index.add_rows(segments)
         none = np.zeros_like(segments)
         self.segments = np.concatenate([self.segments, segments])
         self.strip_length = np.concatenate([self.strip_length, none])
         self.blocks = np.concatenate([self.blocks, none])
+        self.index.add_rows(segments)
+
+    def cut(self, sequences: int) -> None:
+        """Have no rows beyond those of the first so many sequences."""
+        rows = sequences * self.heads
+        self._store.drop(self.segments[rows:])
+        self.segments = self.segments[:rows].copy()
+        self.strip_length = self.strip_length[:rows].copy()
+        self.blocks = self.blocks[:rows].copy()
+        self._take_strips(np.arange(rows))
+        self.index.arrange_rows(range(rows), self.segments)
+
+    def _take_strips(self, rows: Ids | Pointers) -> None:
+        """Let strip i be what strip ``rows[i]`` was."""
+        for name in _STRIPS:
+            old = getattr(self, name)
+            new = self._memory.take(
+                (len(rows), *old.shape[1:]), old.dtype, "sinks and local window"
+            )
+            new[...] = old[rows]
+            self._memory.give(old)
+            setattr(self, name, new)
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forget the last `tokens` tokens of a sequence; its local window fills up from blocks."""
@@ -258,11 +291,7 @@ class Layer:
 
     def arrange(self, sources: Sequence[int]) -> None:
         """Let sequence i be what sequence ``sources[i]`` was; those not named are dropped."""
-        rows = [
-            row
-            for source in sources
-            for row in range(*self.rows(source).indices(len(self.segments)))
-        ]
+        rows = (np.array(sources, np.int64)[:, None] * self.heads + np.arange(self.heads)).ravel()
         segments = self.segments[rows]
         first = np.unique(rows, return_index=True)[1]
         copies = np.setdiff1d(np.arange(len(rows)), first)
@@ -270,15 +299,8 @@ class Layer:
         self._store.duplicate(self.segments[rows][copies], segments[copies])
         self._store.drop(np.delete(self.segments, np.unique(rows)))
         self.segments = segments
-        self.index.arrange_rows(rows, segments)
-        for name in ("strip_key", "strip_value"):
-            old = getattr(self, name)
-            new = self._memory.take(
-                (len(rows), *old.shape[1:]), old.dtype, "sinks and local window"
-            )
-            new[...] = old[rows]
-            self._memory.give(old)
-            setattr(self, name, new)
+        self.index.arrange_rows(rows.tolist(), segments)
+        self._take_strips(rows)
         self.strip_length = self.strip_length[rows]
         self.blocks = self.blocks[rows]
 

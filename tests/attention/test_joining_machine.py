@@ -18,17 +18,20 @@ from hypothesis.stateful import (
 from joining import EXACT, GEOMETRY, KVDRIVE, LAYERS, Text, prefill, step
 
 from tierstore.adapters.attention import SparseAttention
+from tierstore.adapters.presets import Preset
 from tierstore.errors import CapacityError
 
 MOST = 6
 """Sequences at once."""
+
+TIGHT = "60KiB"
 
 TIERS: list[dict[str, Any]] = [
     {"dram": "2MiB"},
     {"dram": "160KiB"},
     {"fast": "120KiB", "dram": "2MiB"},
     {"fast": "120KiB", "dram": "120KiB", "disk": True},
-    {"fast": "60KiB", "dram": "200KiB"},
+    {"fast": TIGHT, "dram": "200KiB"},
 ]
 
 
@@ -39,8 +42,9 @@ class JoiningMachine(RuleBasedStateMachine):
     """
 
     @initialize(tiers=st.sampled_from(TIERS), preset=st.sampled_from([EXACT, KVDRIVE]))
-    def build(self, tiers: dict[str, Any], preset: Any) -> None:
+    def build(self, tiers: dict[str, Any], preset: Preset) -> None:
         self.folder = TemporaryDirectory()
+        self.is_tight = tiers.get("fast") == TIGHT
         if "disk" in tiers:
             tiers = tiers | {"disk": self.folder.name}
         self.engine = SparseAttention(GEOMETRY, preset=preset, budget=1.0, **tiers)
@@ -99,11 +103,24 @@ class JoiningMachine(RuleBasedStateMachine):
         for _ in range(min(steps, room)):
             tokens = [self.texts[each][0].more(1) for each in chosen]
             out = step(self.engine, tokens, chosen)
-            assert not self.engine.failures
             for place, sequence in enumerate(chosen):
+                if sequence in self.engine.failures:
+                    continue
                 for layer in range(LAYERS):
                     expected = self.texts[sequence][0].attention(layer, tokens[place].query[layer])
                     np.testing.assert_allclose(out[layer, place], expected[0], atol=2e-5)
+            chosen = [each for each in chosen if each not in self.engine.failures]
+            self._bury()
+            if not chosen:
+                return
+
+    def _bury(self) -> None:
+        """What no promise covers: the index of the first sequence, in a fast tier too small."""
+        for sequence, error in dict(self.engine.failures).items():
+            assert self.is_tight, error
+            assert isinstance(error, CapacityError)
+            self.engine.finish(sequence)
+            del self.texts[sequence]
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -127,7 +144,13 @@ class JoiningMachine(RuleBasedStateMachine):
         order = data.draw(st.permutations(range(len(self.texts))))
         order = order[: data.draw(st.integers(1, len(order)))]
         held = list(self.texts.values())
-        self.engine.select_rows(order)
+        try:
+            self.engine.select_rows(order)
+        except CapacityError:
+            # It copies an index: for a moment, both are there.
+            self.engine.reset()
+            self.texts = {}
+            return
         self.texts = dict(enumerate(held[each] for each in order))
 
     @precondition(lambda self: hasattr(self, "engine"))
@@ -140,7 +163,7 @@ class JoiningMachine(RuleBasedStateMachine):
         for tier in self.engine.store.tiers:
             if tier.memory is not None:
                 assert tier.memory.used_bytes <= tier.memory.limit_bytes
-        blocks = sum(max(0, layer.blocks.sum()) for layer in self.engine._batch.layers)
+        blocks = sum(int(layer.blocks.sum()) for layer in self.engine._batch.layers)
         backing = self.engine.store._moves.residency[self.engine.store.backing]
         assert backing.resident == blocks, "what left the batch still has blocks"
 
