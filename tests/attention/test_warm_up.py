@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from stories import SCALE, Story, check_step, prefilled, small
 
+from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.presets import PRESETS, Preset
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tierstore.adapters.attention import SparseAttention
 
 TOKENS, SINKS, LOCAL, BLOCK = 400, 4, 64, 4
 BLOCKS = (TOKENS - SINKS - LOCAL) // BLOCK
@@ -37,12 +37,10 @@ def importance(story: Story, queries: list[np.ndarray], observation: int) -> np.
     return found
 
 
-def started(rules: Preset, folder: Path, **limits: object) -> tuple[SparseAttention, np.ndarray]:
+def started(rules: Preset, folder: Path, **limits: str) -> tuple[SparseAttention, np.ndarray]:
     """An engine after its prompt, and the importance of its blocks."""
     story, queries = Story(small(), sequences=1), []
-    engine = prefilled(rules, story, 0, disk=folder / "kv", budget=0.1, **limits)
-    engine.reset()
-    story = Story(small(), sequences=1)
+    engine = SparseAttention(story.geometry, preset=rules, budget=0.1, disk=folder / "kv", **limits)
     for layer in range(2):
         query, key, value = story.tell(layer, TOKENS)
         queries.append(query.double().numpy())

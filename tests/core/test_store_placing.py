@@ -1,4 +1,4 @@
-"""Where the store puts new blocks: the order on disk, homes that come late, quotas below the top."""
+"""Where the store puts blocks: order on disk, homes that come late, quotas below the top."""
 
 from __future__ import annotations
 
