@@ -81,6 +81,18 @@ BENCHMARKS = {
         "steps of a batch with its blocks on disk, under each schedule of the stages",
         frozenset({"repeat", "tokens", "layers", "disk"}),
     ),
+    "placement": Benchmark(
+        "where a prompt's blocks should start: critical blocks covered by each ranking",
+        frozenset({"tokens", "captures"}),
+    ),
+    "layout": Benchmark(
+        "bytes read from disk for bytes wanted, blocks in order of time or packed by cluster",
+        frozenset({"traces"}),
+    ),
+    "ladder": Benchmark(
+        "fetch time per layer of the four ways from disk, and with warm-up",
+        frozenset({"repeat", "tokens", "layers", "captures", "disk"}),
+    ),
     "policies": Benchmark(
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
@@ -107,13 +119,9 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--repeat", type=int, metavar="N", help="paired rounds")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of context")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model")
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="layers of the model (attention, pipeline)"
-    )
-    parser.add_argument(
-        "--disk",
-        metavar="DIR",
-        help="where files lie (decode, pipeline, prefix, store); default: with temporary files",
+        "--disk", metavar="DIR", help="where files lie; by default with temporary files"
     )
     parser.add_argument(
         "--parts",
@@ -122,7 +130,9 @@ def add_command(subparsers: Subparsers) -> None:
         "large,demo,append,build (kernels)",
     )
     parser.add_argument(
-        "--traces", metavar="DIR", help="attention traces (policies, which needs them; windows)"
+        "--traces",
+        metavar="DIR",
+        help="attention traces (policies and layout, which need them; windows)",
     )
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
     _add_index_options(parser)
@@ -132,7 +142,7 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--indexes", metavar="LIST", help="which ones (index)")
     parser.add_argument("--documents", metavar="LIST", help="text files to read (index)")
     parser.add_argument(
-        "--captures", metavar="LIST", help="files of tierstore capture, instead of a model (index)"
+        "--captures", metavar="LIST", help="files of tierstore capture, instead of a model"
     )
     parser.add_argument("--model", metavar="smollm2|DIR|FILE.gguf", help="the model (index)")
     parser.add_argument("--plot", metavar="FILE", help="draw what was found (index)")

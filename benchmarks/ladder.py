@@ -196,14 +196,16 @@ def _reload_notes(captures: Sequence[Capture], tokens: int, layers: Sequence[int
         for budget, values in zip(MEASURED, drawn.tolist(), strict=True)
     ]
     change, away = np.abs(drawn - as_it_was).max(), np.abs(drawn - measured).max()
-    verdict = "yes" if change <= 0.02 else "no"
     return [
         (
             f"Reloads in windows of 1, 2 and 3 budgets, true attention, over {len(captures)} "
-            f"documents: {'; '.join(rows)}. Largest difference to the captured text {change:.3f} (at "
-            f"most 0.02: {verdict}), to what was measured over all layers of three documents "
-            f"{away:.3f}."
-        )
+            f"documents: {'; '.join(rows)}."
+        ),
+        (
+            f"Largest difference to the captured text {change:.3f} (at most 0.02: "
+            f"{'yes' if change <= 0.02 else 'no'}), to what was measured over all layers of three "
+            f"documents {away:.3f}."
+        ),
     ]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.errors import ConfigError
+from tierstore.kernels import tables
 from tierstore.tiers.paged import PagedTier, page_range
 from tierstore.tiers.write_behind import WriteBehindTier
 
@@ -25,11 +26,12 @@ _PIECE_BYTES = 2 << 20
 _PIECE_SHARE = 16
 """Where layers are read whole, 1/16 of DRAM is read at once, and 2 MiB at most."""
 
-NEAR = 0.5
+NEAR = 1.0
 """Blocks that score so many nats less than the last one selected are expected soon."""
 
-_NEAR_SHARE = 4
-"""At most 1/4 as many blocks are expected as were selected."""
+NEAR_SHARE = 2
+"""At most 1/2 as many blocks of a row are expected as were selected of it. On the demo model drawn
+out to 32,768 tokens this halves the pages that a step waits for, and reads 1.7 times as many."""
 
 
 @dataclass(frozen=True)
@@ -212,20 +214,10 @@ def near_misses(selection: Selection, blocks: Ids) -> tuple[Ids, Ids]:
     """Rows and numbers of blocks whose score is a little below that of the last one selected."""
     everything = selection.everything
     assert everything is not None
-    row_ptr, scores = selection.row_ptr, everything.unit_scores
-    counts = np.diff(row_ptr)
-    cut = np.full(len(counts), np.inf, np.float32)
-    filled = counts > 0
-    cut[filled] = np.minimum.reduceat(selection.scores, row_ptr[:-1][filled])
-    below = cut[:, None] - scores
-    is_near = (below > 0) & (below <= NEAR)
-    width = int(blocks.max(initial=0))
-    unit_of = np.broadcast_to(everything.unit_of[:, :width], (len(counts), width))
-    wanted = np.take_along_axis(is_near, np.maximum(unit_of, 0), 1)
-    wanted &= (unit_of >= 0) & (np.arange(width) < blocks[:, None])
-    rows, near = np.nonzero(wanted)
-    most = len(selection.ids) // _NEAR_SHARE
-    if len(rows) > most:
-        best = np.argpartition(below[rows, unit_of[rows, near]], most)[:most]
-        rows, near = rows[best], near[best]
-    return rows.astype(np.int32), near.astype(np.int32)
+    most = len(selection.ids) // NEAR_SHARE
+    rows, near = np.empty(most, np.int32), np.empty(most, np.int32)
+    found = tables.near_misses(
+        selection.row_ptr, selection.scores, everything.unit_scores, everything.unit_of, blocks,
+        np.float32(NEAR), NEAR_SHARE, rows, near,
+    )  # fmt: skip
+    return rows[:found], near[:found]

@@ -172,6 +172,10 @@ class WriteBehindTier(Tier):
                 self.tier.read(slots[~waits], out, rows[~waits], parts).wait()
         return DONE
 
+    def expect(self, slots: Ids) -> None:
+        if not self._waiting:
+            self.tier.expect(slots)
+
     def sync(self) -> None:
         self._flush()
         self.tier.sync()
