@@ -370,9 +370,10 @@ class ScoringIndex(Index):
         sizes = torch.from_numpy(costs * float(self.page_tokens))
         self._put("sizes", (slice(row, row + 1), slice(0, units)), sizes[None])
         if self._takes_whole_units:
+            listed = self.data["members"][row, : int(self.blocks[row])]
             self.data["costs"][row, :units] = costs
             self.data["starts"][row, :units] = np.cumsum(costs) - costs
-            self.data["members"][row, :pages] = np.argsort(unit_of, kind="stable")
+            self.data["members"][row, :pages] = listed[listed < pages]
 
     def arrange_rows(self, rows: Sequence[int], segments: Ids) -> None:
         self.data.arrange(rows)

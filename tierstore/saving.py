@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -23,15 +22,15 @@ from tierstore.prefix import PrefixCache
 from tierstore.volume.format import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
-    from tierstore.chain import Chain, Tokens
+    from tierstore.chain import Tokens
     from tierstore.interfaces import Bytes, Ids
     from tierstore.keyed import KeyedStore
     from tierstore.layout import BlockLayout
     from tierstore.store import BlockStore
 
-_BYTES_AT_ONCE = 16 << 20
+_BYTES_AT_ONCE = 8 << 20
 _READS = 2
 """Reads of so many bytes under way while the blocks of one more are entered."""
 
@@ -83,7 +82,7 @@ def save_segments(
     [S, n, block_bytes], blocks that follow those in the store. What is saved already is not written
     again; the store may refuse some, which shortens what is found later.
     """
-    each = _blocks_each(cache, store, segments)
+    each = _check_fit(cache, store.layout, len(segments))
     stored = int(store.space.blocks[segments].min())
     have = stored + (0 if tail is None else tail.shape[1])
     total = min(len(tokens) // cache.block_tokens, have // each)
@@ -121,47 +120,71 @@ def load_segments(
     no copy beside the backing one. CapacityError if the block store is full; the segments are then
     as far as they came.
     """
-    each = _blocks_each(cache, store, segments)
-    if store.space.blocks[segments].any():
-        raise ConfigError(
-            f"segments {segments.tolist()} have {store.space.blocks[segments].tolist()} blocks: "
-            "expected empty ones"
-        )
-    start = 0
-    chain = cache.chain(tokens, extra=group_extra(store.layout, len(segments), extra))
-    with closing(_runs(cache, chain)) as runs:
-        for values in runs:
-            rows = _rows(cache, store.layout, len(segments), len(values))
-            blocks = values.reshape(-1, store.layout.block_bytes)
+    _check_fit(cache, store.layout, len(segments))
+    with SavedRun(cache, tokens, store.layout, len(segments), extra=extra) as run:
+        return run.append_to(store, segments, homes=homes)
+
+
+class SavedRun:
+    """The longest saved run of a prompt on its way from the disk, from the moment this is made.
+
+    What is not yet entered waits in memory, some 24 MiB at most. Leave the context to let go of it.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokens: Tokens | Sequence[int],
+        layout: BlockLayout,
+        segments: int,
+        *,
+        extra: bytes = b"",
+    ) -> None:
+        self._cache, self._each = cache, _check_fit(cache, layout, segments)
+        self._chain = cache.chain(tokens, extra=group_extra(layout, segments, extra))
+        self._step = _step(cache, len(self._chain))
+        self._starts = iter(range(0, len(self._chain), self._step))
+        self._readers = ThreadPoolExecutor(_READS, "tierstore-load")
+        self._under_way: deque[Future[tuple[Bytes, int, int]]] = deque()
+        for _ in range(_READS + 1):
+            self._begin(None)
+
+    def _begin(self, buffer: Bytes | None) -> None:
+        """Read what comes next, if anything does."""
+        for start in islice(self._starts, 1):
+            if buffer is None:
+                buffer = aligned_rows(self._step, self._cache.value_bytes)
+            self._under_way.append(self._readers.submit(self._read, buffer, start))
+
+    def _read(self, buffer: Bytes, start: int) -> tuple[Bytes, int, int]:
+        wanted = min(self._step, len(self._chain) - start)
+        return buffer, wanted, self._cache.get_values(self._chain, buffer[:wanted], start)
+
+    def append_to(self, store: BlockStore, segments: Ids, *, homes: Bytes | None = None) -> int:
+        """`load_segments` of what is read here; once."""
+        if store.space.blocks[segments].any():
+            raise ConfigError(
+                f"segments {segments.tolist()} have {store.space.blocks[segments].tolist()} "
+                "blocks: expected empty ones"
+            )
+        start = 0
+        while self._under_way:
+            buffer, wanted, count = self._under_way.popleft().result()
+            rows = _rows(self._cache, store.layout, len(segments), count)
+            blocks = buffer[:count].reshape(-1, store.layout.block_bytes)
             own = None if homes is None else _part(homes, start, rows.shape[1], store.backing)
             store.append(segments, blocks, home=own, rows=rows)
-            start += len(values) * each
-    return start * store.layout.tokens
-
-
-def _runs(cache: PrefixCache, chain: Chain) -> Generator[Bytes]:
-    """Values of the longest saved run, some at a time; each valid until the next is asked for.
-
-    While some are in use, the next are read.
-    """
-    step = _step(cache, len(chain))
-
-    def read(buffer: Bytes, start: int) -> tuple[Bytes, int, int]:
-        wanted = min(step, len(chain) - start)
-        return buffer, wanted, cache.get_values(chain, buffer[:wanted], start)
-
-    starts = iter(range(0, len(chain), step))
-    buffers = [aligned_rows(step, cache.value_bytes) for _ in range(_READS + 1)]
-    with ThreadPoolExecutor(_READS, "tierstore-load") as readers:
-        pairs = zip(buffers, starts, strict=False)
-        under_way = deque(readers.submit(read, *pair) for pair in pairs)
-        while under_way:
-            buffer, wanted, count = under_way.popleft().result()
-            if count:
-                yield buffer[:count]
+            start += count * self._each
             if count < wanted:
-                return
-            under_way.extend(readers.submit(read, buffer, start) for start in islice(starts, 1))
+                break
+            self._begin(buffer)
+        return start * store.layout.tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._readers.shutdown(cancel_futures=True)
 
 
 def _part(homes: Bytes, first: int, count: int, backing: int) -> Bytes:
@@ -186,12 +209,12 @@ def _step(cache: PrefixCache, values: int) -> int:
     return max(1, min(values, _BYTES_AT_ONCE // cache.value_bytes))
 
 
-def _blocks_each(cache: PrefixCache, store: BlockStore, segments: Ids) -> int:
+def _check_fit(cache: PrefixCache, layout: BlockLayout, segments: int) -> int:
     """Blocks of a segment in a piece of the cache; ConfigError if they do not go together."""
-    expected = _piece_bytes(store.layout, len(segments), cache.block_tokens)
-    if cache.block_bytes != expected or cache.block_tokens % store.layout.tokens:
+    expected = _piece_bytes(layout, segments, cache.block_tokens)
+    if cache.block_bytes != expected or cache.block_tokens % layout.tokens:
         raise ConfigError(
             f"a cache of blocks of {cache.block_tokens} tokens and {cache.block_bytes} bytes: "
-            f"expected {expected} bytes for {len(segments)} segments; make it with segment_cache"
+            f"expected {expected} bytes for {segments} segments; make it with segment_cache"
         )
-    return cache.block_tokens // store.layout.tokens
+    return cache.block_tokens // layout.tokens

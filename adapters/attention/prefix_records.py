@@ -19,7 +19,7 @@ import torch
 from tierstore.chain import token_ids
 from tierstore.packing import pack_arrays, unpack_arrays
 from tierstore.prefix import PrefixCache
-from tierstore.saving import group_extra, load_segments, save_segments, segment_cache
+from tierstore.saving import SavedRun, group_extra, save_segments, segment_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -107,17 +107,15 @@ class PrefixRecords:
         sinks = self._unpacked(root[0, 8:])
         return Found(self._sinks + tokens_kept, scale, sinks, behind, salt)
 
-    def load(
-        self, found: Found, tokens: int, store: BlockStore, segments: Ids, homes: Bytes | None
-    ) -> int:
-        """Append pieces that hold so many tokens to empty segments; returns tokens, sinks included.
+    def begin(self, found: Found, tokens: int) -> SavedRun:
+        """Begin to read pieces that hold so many tokens, the sinks included.
 
-        Fewer than asked for where a piece is gone or damaged.
+        They may turn out to be fewer, where a piece is gone or damaged.
         """
         pieces = -(-(tokens - self._sinks) // self.piece_tokens)
         ids = found.ids[: pieces * self.piece_tokens]
-        loaded = load_segments(self._pieces, ids, store, segments, homes=homes, extra=found.extra)
-        return self._sinks + loaded
+        segments = self._geometry.layers * self._geometry.kv_heads
+        return SavedRun(self._pieces, ids, self._layout, segments, extra=found.extra)
 
     def save(self, tokens: Tokens | Sequence[int], text: SavedText) -> tuple[int, Chain | None]:
         """Keep the whole pieces of a prompt; returns tokens kept, and their chain."""

@@ -13,6 +13,7 @@ from tierstore.events import emit
 from tierstore.identity import Identity
 from tierstore.keyed import KeyedStore
 from tierstore.sizes import parse_size
+from tierstore.volume.format import PAGE
 from tierstore.volume.namespace import absolute
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 _IDENTITY = Identity(model="prefixes", layout="tierstore.prefix")
 """One namespace for all models: what must be equal is part of each key and its proof."""
 _TRY_AGAIN_SECONDS = 0.01
+_LEAST_SEGMENT = 1 << 20
 
 
 class Prefixes:
@@ -88,12 +90,17 @@ class Prefixes:
                 self._say_missed(error)
 
     def _open(self, path: Path, *, to_save: bool) -> KeyedStore | None:
-        if not to_save and not (path / _IDENTITY.folder).is_dir():
+        is_there = (path / _IDENTITY.folder).is_dir()
+        if not to_save and not is_there:
             return None
+        # Few files, as each costs time at every opening.
+        segment = None if is_there else max(_LEAST_SEGMENT, self.disk_bytes // 16 // PAGE * PAGE)
         until = time.monotonic() + self.wait
         while True:
             try:
-                return KeyedStore(path, _IDENTITY, disk=self.disk_bytes, read_only=not to_save)
+                return KeyedStore(
+                    path, _IDENTITY, disk=self.disk_bytes, read_only=not to_save, segment=segment
+                )
             except StoreLockedError as error:
                 if time.monotonic() >= until:
                     self._say_missed(error)

@@ -20,7 +20,7 @@ from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.placement import assign_homes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tierstore.adapters.attention.prefix_records import Found, State
     from tierstore.adapters.attention.prefixes import Prefixes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tierstore.chain import Tokens
     from tierstore.interfaces import Bytes, Ids, Pointers, Tier
     from tierstore.layout import BlockLayout
+    from tierstore.saving import SavedRun
 
 _LEFT = 2
 """Tokens that are left to compute: a single one would be a step, which is not exact."""
@@ -64,11 +65,14 @@ def load_batch(
         if len(scales) != 1:
             return None, 0
         (scale,) = scales
-        promised = [Admitted(int(tokens), rules.budget) for tokens in wanted]
-        batch = Batch(rules, layout, tiers, promised, scale)
-        loading = _Loading(batch, records, found, wanted)
-        loading.restore_indexes()
-        loaded = loading.load_blocks()
+        known = {i: one for i, one in enumerate(found) if one is not None and wanted[i]}
+        first = next(iter(known))
+        with records.begin(known[first], int(wanted[first])) as run:
+            promised = [Admitted(int(tokens), rules.budget) for tokens in wanted]
+            batch = Batch(rules, layout, tiers, promised, scale)
+            loading = _Loading(batch, records, known, wanted)
+            loading.restore_indexes()
+            loaded = loading.load_blocks(run)
         columns = min(columns, int((pads + loaded)[wanted > 0].min()))
         loading.cut(loaded, np.maximum(columns - pads, 0))
     return (batch, columns) if batch.tokens.any() else (None, 0)
@@ -81,16 +85,11 @@ class _Loading:
         self,
         batch: Batch,
         records: PrefixRecords,
-        found: Sequence[Found | None],
+        found: Mapping[int, Found],
         wanted: Pointers,
     ) -> None:
         self._batch, self._records = batch, records
-        self._wanted = wanted
-        self._found = {
-            sequence: one
-            for sequence, one in enumerate(found)
-            if one is not None and wanted[sequence]
-        }
+        self._found, self._wanted = found, wanted
         self._homes: dict[int, Bytes] = {}
         """Where blocks were, of the sequences whose index is kept."""
 
@@ -113,16 +112,18 @@ class _Loading:
         except StoreMismatchError:  # all layers have the same index, so the first one said so
             self._homes.clear()
 
-    def load_blocks(self) -> Pointers:
-        """Bring blocks and sinks; returns the tokens of each sequence."""
+    def load_blocks(self, run: SavedRun) -> Pointers:
+        """Bring blocks and sinks; returns the tokens of each sequence. run: that of the first."""
         batch, loaded = self._batch, np.zeros_like(self._wanted)
         batch.hold(self._wanted)
-        for sequence, found in self._found.items():
+        for number, (sequence, found) in enumerate(self._found.items()):
             segments = batch.segments_of(sequence)
             homes = self._assigned(sequence, segments)
-            loaded[sequence] = self._records.load(
-                found, int(self._wanted[sequence]), batch.store, segments, homes
-            )
+            if number:
+                run = self._records.begin(found, int(self._wanted[sequence]))
+            with run:
+                loaded[sequence] = run.append_to(batch.store, segments, homes=homes)
+            loaded[sequence] += found.sinks[0].shape[2]
             for layer, key, value in zip(batch.layers, *found.sinks, strict=True):
                 layer.take_over(sequence, key, value)
         return loaded
@@ -139,12 +140,13 @@ class _Loading:
         """Keep the first `left` of the loaded tokens, the last ones in the local window."""
         for layer in self._batch.layers:
             for sequence in self._found:
+                rows = layer.rows(sequence)
+                before = int(layer.blocks[rows][0])
                 layer.crop(sequence, int(loaded[sequence] - left[sequence]))
-                if sequence in self._homes:
-                    rows = layer.rows(sequence)
-                    layer.index.truncate(rows, int(layer.blocks[rows][0]))
-                else:
+                if sequence not in self._homes:
                     layer.rebuild_index(sequence)
+                elif int(layer.blocks[rows][0]) == before:  # otherwise the crop cut it
+                    layer.index.truncate(rows, before)
         self._batch.hold(left)
 
 

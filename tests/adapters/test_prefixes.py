@@ -81,7 +81,7 @@ def place(tmp_path: Path) -> Prefixes:
 
 
 @given(st.integers(2, 300), st.integers(0, 300), st.integers(1, 60))
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_common_beginning_gives_the_tokens_of_full_attention(
     tmp_path_factory: pytest.TempPathFactory, first: int, common: int, more: int
 ) -> None:
@@ -97,14 +97,23 @@ def test_any_common_beginning_gives_the_tokens_of_full_attention(
     assert loaded == kept(min(len(one), len(two)) if same is None else same, len(two))
 
 
-@pytest.mark.parametrize("tiers", [{}, {"fast": "192KiB"}, {"disk": True}])
-@pytest.mark.parametrize("preset", ["kvdrive", "best", "chunk-mean", "full"])
+@pytest.mark.parametrize(
+    ("preset", "tiers"),
+    [
+        ("kvdrive", {}),
+        ("kvdrive", {"disk": True}),
+        ("best", {}),
+        ("chunk-mean", {"fast": "192KiB"}),
+        ("full", {"disk": True}),
+    ],
+)
 def test_sparse_steps_are_those_after_the_same_passes(
     model: LanguageModel, place: Prefixes, tmp_path: Path, preset: str, tiers: dict[str, object]
 ) -> None:
     """Without reuse: the earlier prompt is computed, cut to what they have in common, and goes on.
 
-    The index then is the earlier prompt's, cut, in both.
+    The index then is the earlier prompt's, cut, in both. Presets that attend to what is resident in
+    a fast tier have no part in this: what is resident depends on the way there.
     """
     one, rest = text(200), text(40, seed=2)
     if "disk" in tiers:
@@ -206,7 +215,7 @@ def test_another_model_or_cut_finds_nothing(
     changed = other()  # type: ignore[operator]
     assert answer(changed, text(230), place, **options)[1] == 0
     new, loaded = answer(changed, text(230), place, **options)
-    assert loaded > 200
+    assert loaded >= 3 * PIECE
     assert new == answer(changed, text(230), None, **options)[0]
 
 
@@ -351,23 +360,26 @@ def test_beams_of_a_loaded_prompt_are_those_of_the_model_alone(
 def test_texts_go_on_after_a_load_as_they_do_after_a_prefill(
     model: LanguageModel, place: Prefixes
 ) -> None:
-    """A second turn, a crop into what was loaded, and a third."""
+    """A second turn, a crop into what was loaded, and a third; beside them a model left alone."""
     answer(model, text(230), place)
+    twin = llama()
     with torch.no_grad(), attach(model, prefixes=place, **ALL) as cache:  # type: ignore[arg-type]
-        own = own_cache(model)
+        own = own_cache(twin)
         (dynamic,) = own.values()
         for seed, crop in ((1, 0), (5, 120), (6, 30)):
             ids = torch.tensor([text(230 if seed == 1 else 50, seed)])
             if crop:
                 cache.crop(-crop)
                 dynamic.crop(-crop)
-            expected = model(ids, **own).logits[0, -1]
+            expected = twin(ids, **own).logits[0, -1]
             torch.testing.assert_close(
                 model(ids, **cache.kwargs).logits[0, -1], expected, rtol=1e-4, atol=1e-4
             )
         assert cache.loaded_tokens == [kept(230, 230)]
         cache.reset()
-        assert greedy(model, cache.kwargs, text(230), 4) == answer(model, text(230), None, 4)[0]
+        assert greedy(model, cache.kwargs, text(230), 4) == greedy(
+            twin, own_cache(twin), text(230), 4
+        )
 
 
 def test_chunks_are_kept_and_decoded_tokens_are_not(model: LanguageModel, place: Prefixes) -> None:
