@@ -88,6 +88,10 @@ class WriteBehindTier(Tier):
         return f"{self.tier.medium}, written behind"
 
     @property
+    def is_lossless(self) -> bool:
+        return self.tier.is_lossless
+
+    @property
     def used_bytes(self) -> int:
         return self.tier.used_bytes
 
