@@ -10,6 +10,8 @@ METRICS = "inner", "cosine", "l2"
 STARTS = "strided", "random"
 _PRODUCTS = 1 << 24
 """Similarities that are held at once."""
+_SMALL, _LARGE = 1e-12, 1e12
+"""Between these, squares and their sums are far from the ends of float32."""
 _NARROW = 16
 """Points of up to so many dimensions are compared by the kernel: 5 times as fast as a product of
 matrices, whose result is then read again, at 4 (24 x 6144 points, 64 clusters, one core)."""
@@ -90,12 +92,22 @@ def _starts(n: int, clusters: int, init: str) -> torch.Tensor:
 
 
 def _compared(points: torch.Tensor, metric: str, centre: bool) -> torch.Tensor:
-    if metric == "l2":  # Squares of what float32 holds may be more than it holds.
-        peak = points.abs().amax((1, 2), keepdim=True)
-        points = points / peak.clamp(min=torch.finfo(torch.float32).tiny)
+    if metric == "l2":
+        points = in_range(points)
     if centre:
         points = points - points.mean(1, keepdim=True)
     return torch.nn.functional.normalize(points, dim=-1) if metric == "cosine" else points
+
+
+def in_range(points: torch.Tensor) -> torch.Tensor:
+    """Points [R, n, d], or each set over its largest number: sums of squares are then finite.
+
+    Points that need no scaling are returned as they are.
+    """
+    peak = torch.maximum(points.amax((1, 2), keepdim=True), -points.amin((1, 2), keepdim=True))
+    if bool(((peak > _SMALL) & (peak < _LARGE)).all()):
+        return points
+    return points / peak.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch.Tensor:
