@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,6 +86,11 @@ class Columns:
             if shape != self._arrays[name].shape:
                 self._arrays[name] = self._memory(name).grow(self._arrays[name], shape, "index")
 
+    def widen(self, name: str, dtype: npt.DTypeLike) -> None:
+        """Let a column have elements of a wider type from now on."""
+        if self._arrays[name].dtype != dtype:
+            self._replace(name, self._arrays[name].astype(dtype))
+
     def arrange(self, rows: Sequence[int]) -> None:
         """Let new row i be a copy of row ``rows[i]``."""
         chosen = list(rows)
@@ -124,3 +129,4 @@ class Columns:
         array[...] = content
         memory.give(self._arrays[name])
         self._arrays[name] = array
+        self._columns[name] = replace(self._columns[name], dtype=content.dtype)

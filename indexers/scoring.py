@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tierstore.memory import Memory
     from tierstore.scratch import Scratch
 
+_MOST_SHORT = np.iinfo(np.int16).max
+"""Numbers up to here need 16 bits."""
+
 
 @dataclass(frozen=True)
 class IndexShape:
@@ -178,11 +181,11 @@ class ScoringIndex(Index):
             lists["kept_blocks"] = Column("row", (), np.int32, on_host=True)
         if self.is_coarse:
             lists["sizes"] = Column("unit", (), np.float32)
-            lists["unit_of"] = Column("page", (), np.int32, on_host=True)
+            lists["unit_of"] = Column("page", (), np.int16, on_host=True)
         if self._takes_whole_units:
-            lists["members"] = Column("page", (), np.int32, on_host=True)
-            lists["costs"] = Column("unit", (), np.int32, on_host=True)
-            lists["starts"] = Column("unit", (), np.int32, on_host=True)
+            lists["members"] = Column("page", (), np.int16, on_host=True)
+            lists["costs"] = Column("unit", (), np.int16, on_host=True)
+            lists["starts"] = Column("unit", (), np.int16, on_host=True)
         return lists
 
     @property
@@ -217,6 +220,8 @@ class ScoringIndex(Index):
             page=have_pages + blocks * self.pages_per_block,
             block=have_blocks + blocks,
         )
+        if self.is_coarse:
+            self._widen_lists(have + units, have_pages + blocks * self.pages_per_block)
         for name, content in made.units.items():
             self._put(name, (rows, slice(have, have + units)), content)
         for name, content in made.rows.items():
@@ -233,6 +238,14 @@ class ScoringIndex(Index):
 
     def _put(self, name: str, where: tuple[slice, ...], content: torch.Tensor) -> None:
         to_tensor(self.data[name][where]).copy_(content)
+
+    def _widen_lists(self, units: int, pages: int) -> None:
+        """Lists hold 16 bits for each number until there are too many units, or pages."""
+        if units > _MOST_SHORT:
+            self.data.widen("unit_of", np.int32)
+        if self._takes_whole_units and pages > _MOST_SHORT:
+            for name in ("members", "costs", "starts"):
+                self.data.widen(name, np.int32)
 
     def _list_members(
         self, rows: slice, have_units: int, have_pages: int, units: int, unit_of: Ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tierstore.kernels import operations
+from tierstore.kernels import coding
 
 METRICS = "inner", "cosine", "l2"
 STARTS = "strided", "random"
@@ -122,7 +122,7 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
     if _is_for_kernel(points):
         found = torch.empty(points.shape[:2], dtype=torch.int64)
         p, c, o = (a.contiguous().numpy() for a in (points, centroids, offsets))
-        operations.nearest_centroids(p, c, o, found.numpy())
+        coding.nearest_centroids(p, c, o, found.numpy())
         return found
     rows, clusters = offsets.shape
     labels = [
@@ -148,7 +148,7 @@ def cluster_means(
             torch.empty((rows, clusters), dtype=torch.int64),
         )
         arrays = points.contiguous().numpy(), assignment.numpy(), sums.numpy(), sizes.numpy()
-        operations.cluster_sums(*arrays)
+        coding.cluster_sums(*arrays)
     else:
         flat = (assignment + torch.arange(rows, device=points.device)[:, None] * clusters).flatten()
         sizes = torch.bincount(flat, minlength=rows * clusters).view(rows, clusters)
