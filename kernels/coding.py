@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from tierstore.kernels import reference
-from tierstore.kernels.element import Array
 from tierstore.kernels.operations import backend_of, cpu
 from tierstore.kernels.threads import over_rows
+
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
 
 __all__ = ["cluster_sums", "nearest_centroids", "pack_codes", "pq_logits"]
 
