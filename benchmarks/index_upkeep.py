@@ -79,7 +79,9 @@ def build_measure(say: Say, rounds: int) -> Measure:
         **{name: partial(_build, kept, make, per) for name, (make, per) in _BUILT.items()},
     }
     found = alternate(
-        runs, min(rounds, 3), lambda number, latest: say(f"build round {number}: {listed(latest)} s")
+        runs,
+        min(rounds, 3),
+        lambda number, latest: say(f"build round {number}: {listed(latest)} s"),
     )
     return Measure("s", found)
 
@@ -123,9 +125,7 @@ def _index(
     make: Callable[[IndexShape], ScoringIndex], group: int, dim: int, block_tokens: int, rows: int
 ) -> ScoringIndex:
     memory = unlimited()
-    shape = IndexShape(
-        group, dim, torch.bfloat16, block_tokens, dim**-0.5, memory, Scratch(memory)
-    )
+    shape = IndexShape(group, dim, torch.bfloat16, block_tokens, dim**-0.5, memory, Scratch(memory))
     index = make(shape)
     index.add_rows(np.arange(rows, dtype=np.int32))
     return index

@@ -60,6 +60,9 @@ INDEXES: dict[str, Candidate] = {
     "hierarchical-p2": Candidate(
         "the same over means of two tokens", partial(HierarchicalIndex, page_tokens=2), (4,)
     ),
+    "hierarchical-p1": Candidate(
+        "the same over single tokens", partial(HierarchicalIndex, page_tokens=1), (4,)
+    ),
     "shadowkv": Candidate("chunk means and 48 outliers (ShadowKV)", ShadowKVIndex, (8,)),
     "token-clusters": Candidate("clusters of tokens, 16 in each (RetroInfer)", TokenClustersIndex),
     "quest": Candidate("minima and maxima of blocks (Quest)", QuestIndex, (4, 16)),

@@ -86,9 +86,7 @@ def multiply_adds(amount: float, group: int) -> Work:
 
 def exponentials(amount: float) -> Work:
     values = -np.ones(_ELEMENTS, np.float32)
-    return Work(
-        "exponentials", lambda: loops.exponentials(values, 64), amount / (_ELEMENTS * 64)
-    )
+    return Work("exponentials", lambda: loops.exponentials(values, 64), amount / (_ELEMENTS * 64))
 
 
 def compares(amount: float) -> Work:
@@ -131,9 +129,7 @@ def comparisons(points: float, dim: int, clusters: int) -> Work:
 
 def scattered(vectors: Array, count: int) -> Work:
     """Products of one query with `count` vectors of each row that lie anywhere."""
-    places = np.random.default_rng(1).integers(
-        0, vectors.shape[1], (len(vectors), count), np.int32
-    )
+    places = np.random.default_rng(1).integers(0, vectors.shape[1], (len(vectors), count), np.int32)
     query = np.ones(vectors.shape[2], np.float32)
     return Work(
         "scattered reads", lambda: loops.scattered(query, vectors, places, 0, len(vectors)), 1.0

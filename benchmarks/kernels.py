@@ -97,7 +97,7 @@ def measure(
             _OURS: "the Numba kernel",
             _PLAIN: "the same in plain torch",
             _ATTAINABLE: "the longer one of moved and work",
-            _MOVED: "loops that only read, or copy, the same bytes, as many threads as the kernel has",
+            _MOVED: "loops that only read, or copy, the same bytes, on as many threads",
             _WORK: "the kernel's work on what a cache holds, divided by the threads",
             _LIMIT: "a number of milliseconds that was set",
             **CONFIGURATIONS,

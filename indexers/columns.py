@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,6 +111,11 @@ class Columns:
         have, step = self._places[kind], self._steps[kind]
         return have if wanted <= have else -(-max(wanted, have + have // 8) // step) * step
 
+    def widen(self, name: str, dtype: npt.DTypeLike) -> None:
+        """Let a column have elements of a wider type from now on."""
+        if self._arrays[name].dtype != dtype:
+            self._replace(name, self._arrays[name].astype(dtype))
+
     def arrange(self, rows: Sequence[int]) -> None:
         """Let new row i be a copy of row ``rows[i]``."""
         chosen = list(rows)
@@ -149,6 +154,7 @@ class Columns:
         array[...] = content
         memory.give(self._arrays[name])
         self._arrays[name] = array
+        self._columns[name] = replace(self._columns[name], dtype=content.dtype)
 
 
 class _ColumnsOfRows(Columns):

@@ -166,8 +166,6 @@ def _nearest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k keys of largest inner product with each query, int32 [R, q, k], best first, and it."""
     step = max(1, _LOGITS // (len(keys) * keys.shape[1]))
-    found = [
-        (part @ keys.transpose(1, 2)).topk(k, dim=-1) for part in queries.split(step, dim=1)
-    ]
+    found = [(part @ keys.transpose(1, 2)).topk(k, dim=-1) for part in queries.split(step, dim=1)]
     ids = torch.cat([part.indices.int() for part in found], 1)
     return ids, torch.cat([part.values for part in found], 1)

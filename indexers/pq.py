@@ -91,7 +91,9 @@ class PQIndex(ScoringIndex):
 
     def represent(self, new: NewTokens) -> Representatives:
         is_build = new.first_unit == 0
-        keys = new.keys.float().clamp(-_LARGEST, _LARGEST)
+        keys = new.keys.float()
+        if max(map(abs, torch.stack(torch.aminmax(keys)).tolist())) > _LARGEST:
+            keys = keys.clamp(-_LARGEST, _LARGEST)
         fitted = self.fit(keys, new.context) if is_build else self._fitted(new.rows)
         vectors = self.coded(keys, fitted)
         rows, tokens, _ = vectors.shape

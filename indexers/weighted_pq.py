@@ -11,6 +11,7 @@ from tierstore import kernels
 from tierstore.errors import ConfigError
 from tierstore.indexers.columns import Column
 from tierstore.indexers.pq import Fitted, PQIndex
+from tierstore.kernels.clustering import in_range
 from tierstore.kernels.element import stored_dtype
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class WeightedPQIndex(PQIndex):
 
 def _moments(vectors: torch.Tensor) -> torch.Tensor:
     """Second moments [R', d, d] of vectors [R', n, d], on average 1 in each direction, or 0."""
-    vectors = vectors / vectors.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
+    vectors = in_range(vectors)
     moments = vectors.transpose(1, 2) @ vectors
     mean = moments.diagonal(dim1=1, dim2=2).mean(1)
     return moments / mean.clamp(min=1e-30)[:, None, None]

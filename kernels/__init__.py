@@ -12,6 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tierstore.kernels.coding import (
+        cluster_sums,
+        nearest_centroids,
+        pack_codes,
+        pq_logits,
+    )
     from tierstore.kernels.estimate import (
         attend_clusters,
         attend_sampled,
@@ -25,13 +31,9 @@ if TYPE_CHECKING:
         attend_low_rank,
         backend_of,
         box_logits,
-        cluster_sums,
         combine_heads,
         dot_logits,
-        nearest_centroids,
-        pack_codes,
         pool_pages,
-        pq_logits,
         select_blocks,
         weigh_strips,
     )
@@ -64,8 +66,12 @@ _HOMES = {
     "BlockShape": "shape",
     "attend_clusters": "estimate",
     "attend_sampled": "estimate",
+    "cluster_sums": "coding",
     "count_collisions": "estimate",
+    "nearest_centroids": "coding",
+    "pack_codes": "coding",
     "pack_signs": "estimate",
+    "pq_logits": "coding",
     "search_graph": "estimate",
     "walk_graph": "estimate",
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tierstore.kernels import operations
+from tierstore.kernels import coding
 
 METRICS = "inner", "cosine", "l2"
 STARTS = "strided", "random"
 _PRODUCTS = 1 << 24
 """Similarities that are held at once."""
+_SMALL, _LARGE = 1e-12, 1e12
+"""Between these, squares and their sums are far from the ends of float32."""
 _NARROW = 16
 """Points of up to so many dimensions are compared by the kernel: 5 times as fast as a product of
 matrices, whose result is then read again, at 4 (24 x 6144 points, 64 clusters, one core)."""
@@ -90,12 +92,22 @@ def _starts(n: int, clusters: int, init: str) -> torch.Tensor:
 
 
 def _compared(points: torch.Tensor, metric: str, centre: bool) -> torch.Tensor:
-    if metric == "l2":  # Squares of what float32 holds may be more than it holds.
-        peak = points.abs().amax((1, 2), keepdim=True)
-        points = points / peak.clamp(min=torch.finfo(torch.float32).tiny)
+    if metric == "l2":
+        points = in_range(points)
     if centre:
         points = points - points.mean(1, keepdim=True)
     return torch.nn.functional.normalize(points, dim=-1) if metric == "cosine" else points
+
+
+def in_range(points: torch.Tensor) -> torch.Tensor:
+    """Points [R, n, d], or each set over its largest number: sums of squares are then finite.
+
+    Points that need no scaling are returned as they are.
+    """
+    peak = torch.maximum(points.amax((1, 2), keepdim=True), -points.amin((1, 2), keepdim=True))
+    if bool(((peak > _SMALL) & (peak < _LARGE)).all()):
+        return points
+    return points / peak.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch.Tensor:
@@ -110,7 +122,7 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
     if _is_for_kernel(points):
         found = torch.empty(points.shape[:2], dtype=torch.int64)
         p, c, o = (a.contiguous().numpy() for a in (points, centroids, offsets))
-        operations.nearest_centroids(p, c, o, found.numpy())
+        coding.nearest_centroids(p, c, o, found.numpy())
         return found
     rows, clusters = offsets.shape
     labels = [
@@ -136,7 +148,7 @@ def cluster_means(
             torch.empty((rows, clusters), dtype=torch.int64),
         )
         arrays = points.contiguous().numpy(), assignment.numpy(), sums.numpy(), sizes.numpy()
-        operations.cluster_sums(*arrays)
+        coding.cluster_sums(*arrays)
     else:
         flat = (assignment + torch.arange(rows, device=points.device)[:, None] * clusters).flatten()
         sizes = torch.bincount(flat, minlength=rows * clusters).view(rows, clusters)

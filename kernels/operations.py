@@ -27,13 +27,9 @@ __all__ = [
     "attend_low_rank",
     "backend_of",
     "box_logits",
-    "cluster_sums",
     "combine_heads",
     "dot_logits",
-    "nearest_centroids",
-    "pack_codes",
     "pool_pages",
-    "pq_logits",
     "select_blocks",
     "weigh_strips",
 ]
@@ -65,6 +61,11 @@ def _elsewhere(array: Array) -> ModuleType | None:
     if backend == "numba":
         return None
     return reference if backend == "torch" else _triton()
+
+
+def _numbers(array: Array) -> Array:
+    """Integers as int32: as tensors, those of 16 bits would be taken for elements."""
+    return array if array.dtype.itemsize > 2 else array.astype(np.int32)
 
 
 def attend_blocks(
@@ -285,12 +286,14 @@ def pool_pages(
 
     Parameters
     ----------
-    scores: float32 [R, u]. unit_of: int32 [R, pages], the unit of each page; None for itself.
+    scores: float32 [R, u]. unit_of: int32 or int16 [R, pages], the unit of each page; None for
+        itself.
     kept: bool [R, b], blocks that must come first: they get the row's best score plus 1.
     blocks: int32 [R]. out: float32 [R, b]; places behind a row's blocks are left as they are.
     """
     if (elsewhere := _elsewhere(scores)) is not None:
-        elsewhere.pool_pages(scores, unit_of, kept, blocks, pages_per_block, softmax, out)
+        units = None if unit_of is None else _numbers(unit_of)
+        elsewhere.pool_pages(scores, units, kept, blocks, pages_per_block, softmax, out)
         return
     of = cpu.NO_UNITS if unit_of is None else unit_of
     keep = cpu.NO_FLAGS if kept is None else kept
@@ -323,7 +326,8 @@ def select_blocks(
     ----------
     scores, counts: float32 [R, u]; int32 [R].
     costs, unit_ptr, unit_blocks: int32 [R, u] blocks per unit; int32 [R, u] where they begin in
-        int32 [R, b], which lists the blocks unit by unit. Tables of one row serve all rows.
+        int32 [R, b], which lists the blocks unit by unit; all may be int16. Tables of one row serve
+        all rows.
     budgets: int32 [R] blocks wanted. order: int32 [u] work space.
     row_ptr, ids, out_scores: int64 [R + 1]; int32 and float32 [sum of budgets].
 
@@ -332,91 +336,11 @@ def select_blocks(
     The number of ids written, ``row_ptr[-1]``.
     """
     if (elsewhere := _elsewhere(scores)) is not None:
-        return int(elsewhere.select_blocks(scores, counts, costs, unit_ptr, unit_blocks, budgets,
-                                           row_ptr, ids, out_scores))  # fmt: skip
+        tables = map(_numbers, (costs, unit_ptr, unit_blocks))
+        return int(elsewhere.select_blocks(scores, counts, *tables, budgets, row_ptr, ids,
+                                           out_scores))  # fmt: skip
     return int(
         cpu.select(
             scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores
         )
     )
-
-
-def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Array) -> None:
-    """For each point p the centroid c of its row with the largest ``p . c + offset``, the first.
-
-    With ``offset = -|c|**2 / 2`` that is the nearest one.
-
-    Parameters
-    ----------
-    points, centroids, offsets: float32 [R, n, d], [R, k, d], [R, k]. out: integers [R, n].
-    """
-    if backend_of(points) != "numba":
-        reference.nearest_centroids(points, centroids, offsets, out)
-        return
-    kernel = cpu.nearest_kernel(points.shape[2])
-    over_rows(
-        points.shape[0],
-        points.size * centroids.shape[1],
-        lambda first, last: kernel(points, centroids, offsets, first, last, out),
-    )
-
-
-def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> None:
-    """Sum up the points of each cluster, and count them.
-
-    Parameters
-    ----------
-    points, labels: float32 [R, n, d]; int64 [R, n]. sums, sizes: float32 [R, k, d]; int64 [R, k].
-    """
-    if backend_of(points) != "numba":
-        reference.cluster_sums(points, labels, sums, sizes)
-        return
-    kernel = cpu.sums_kernel(points.shape[2])
-    over_rows(
-        points.shape[0],
-        points.size,
-        lambda first, last: kernel(points, labels, first, last, sums, sizes),
-    )
-
-
-def pack_codes(codes: Array, first: int, packed: Array) -> None:
-    """Put the codes of tokens `first`, `first` + 1, ... where `pq_logits` reads them.
-
-    Tokens go in groups of 64; a word holds one bit of the code of each: token t in bit t % 64.
-
-    Parameters
-    ----------
-    codes: uint8 [R, n, m], below 2**b. packed: int64 [R, groups, m, b].
-    """
-    if backend_of(packed) != "numba":
-        reference.pack_codes(codes, first, packed)
-        return
-    cpu.pack(codes, first, packed)
-
-
-def pq_logits(
-    query: Array, codewords: Array, codes: Array, counts: Array, scale: float, out: Array
-) -> None:
-    """Logits of product-quantised keys: over the m parts, the sum of ``query . codeword * scale``.
-
-    The Numba backend looks up bytes: a query's table entries are rounded to a 255th of the widest
-    range s of its m tables, so that a logit is off by at most ``m * s / 510``. Beyond 1e30 they are
-    cut off.
-
-    Parameters
-    ----------
-    query: [R, G, m * w] elements. codewords: [R, m, 2**b, w or more] elements, of which w count.
-    codes: int64 [R, groups, m, b], as `pack_codes` writes them. counts: int32 [R] tokens.
-    out: float32 [R, G, 64 * groups]; places behind a row's tokens hold anything.
-    """
-    if backend_of(codes) != "numba":
-        reference.pq_logits(query, codewords, codes, counts, scale, out)
-        return
-    parts, bits = codes.shape[2:]
-    kernel = cpu.lookup_kernel(query.shape[1], parts, bits, query.shape[2] // parts)
-    over_rows(
-        query.shape[0],
-        int(counts.sum()) * query.shape[1] * parts,
-        lambda first, last: kernel(query, codewords, codes, first, last, counts, np.float32(scale),
-                                   out),
-    )  # fmt: skip

@@ -194,7 +194,7 @@ class RecordTier(ABC):
 class BlockScores:
     """What an index thought of every block in one step, kept per unit and looked up when needed.
 
-    unit_scores: float32 [R, units] log attention mass, among all tokens. unit_of: int32
+    unit_scores: float32 [R, units] log attention mass, among all tokens. unit_of: int32 or int16
     [R, blocks], or [1, blocks] for all rows; -1 unknown. It may be wider than a row has blocks.
     segments: int32 [R], the segment of each row.
     """

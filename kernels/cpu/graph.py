@@ -117,7 +117,6 @@ def walk_kernel(dim, degree):
 
     @njit(cache=True, nogil=True)
     def walk(q, vectors, edges, n, table, scores, nodes, expanded):
-        """Fill the best nodes seen, best first; how many they are."""
         table[:] = -1
         seen, used = 0, 0
         for i in range(min(_ENTRIES, n)):
@@ -143,7 +142,6 @@ def walk_kernel(dim, degree):
                 where, used = _enter(logit, other, scores, nodes, expanded, used)
                 back = min(back, where)
             at = back
-        return used
 
     @njit(cache=True, nogil=True)
     def walk_rows(query, vectors, edges, n, beam, first_row, last_row, near, logits):
@@ -157,9 +155,9 @@ def walk_kernel(dim, degree):
             for i in range(query.shape[1]):
                 for j in range(dim):
                     q[j] = widen(query[row, i, j])
-                used = walk(q, vectors[row], edges[row], n, table, scores, nodes, expanded)
-                for place in range(near.shape[2]):
-                    near[row, i, place] = nodes[place] if place < used else -1
-                    logits[row, i, place] = scores[place] if place < used else _MINUS_INFINITY
+                scores[:], nodes[:] = _MINUS_INFINITY, -1
+                walk(q, vectors[row], edges[row], n, table, scores, nodes, expanded)
+                near[row, i] = nodes[: near.shape[2]]
+                logits[row, i] = scores[: near.shape[2]]
 
     return walk_rows

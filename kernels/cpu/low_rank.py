@@ -135,8 +135,6 @@ def low_rank_kernel(group, shape, rank, half):
                     if place % tokens >= valid[i]:
                         for g in range(group):
                             s[g, at] = MINUS_INFINITY
-            attend_values(
-                pool, slots, start, stop, pool, 0, merge, s, acc, out[row], lse[row]
-            )
+            attend_values(pool, slots, start, stop, pool, 0, merge, s, acc, out[row], lse[row])
 
     return attend

@@ -32,8 +32,6 @@ def test_a_kernel_is_compared_with_torch_and_with_its_bound() -> None:
     assert data["details"]["work"]["copy_rows, large"] == "copies anywhere"
 
 
-
-
 @pytest.mark.parametrize("parts", ["", "large,small"])
 def test_unknown_parts_are_refused(parts: str) -> None:
     with pytest.raises(ConfigError, match="expected some of large, demo, append, build"):

@@ -167,10 +167,32 @@ def test_its_bytes_are_centroids_and_member_lists() -> None:
     add_rows(index, [randn(4096, DIM, seed=3)])
     tokens, blocks, centroids, rows = 4096, 1024, 256, 1
 
-    needed = centroids * (2 * DIM + 12) + blocks * 8 + rows * 8
+    needed = centroids * (2 * DIM + 8) + blocks * 4 + rows * 8
 
     assert needed <= index.nbytes <= needed * 1.125
     by_block = add_rows(
         make_index(ChunkMeanIndex, dtype=torch.bfloat16), [randn(tokens, DIM, seed=3)]
     )
     assert index.nbytes < by_block.nbytes / 2
+
+
+def test_lists_have_16_bits_until_there_are_too_many_blocks() -> None:
+    """32,768 blocks need more; clusters, which are fewer, do not."""
+    per, blocks = BLOCK_TOKENS, np.iinfo(np.int16).max
+    keys = randn(1, (blocks + 1) * per, DIM, seed=9)
+    index = make_index(HierarchicalIndex, tokens_per_centroid=1000)
+    index.add_rows(np.arange(1, dtype=np.int32))
+    extend(index, slice(0, 1), keys[:, : blocks * per])
+    assert {index.data[name].dtype for name in ("members", "costs", "starts")} == {np.dtype("i2")}
+    saved = index.state()
+
+    extend(index, slice(0, 1), keys[:, blocks * per :])
+
+    assert index.data["members"].dtype == np.int32
+    assert index.data["unit_of"].dtype == np.int16
+    assert_clusters_are_consistent(index, [blocks + 1])
+    short = make_index(HierarchicalIndex, tokens_per_centroid=1000).restore(saved)
+    long = make_index(HierarchicalIndex, tokens_per_centroid=1000).restore(index.state())
+    extend(short, slice(0, 1), keys[:, blocks * per :])
+    query = randn(1, 2, DIM, seed=10)
+    assert select(short, query, [500]) == select(long, query, [500])

@@ -178,11 +178,11 @@ def test_a_zone_needs_whole_clusters_and_values() -> None:
 
 
 def test_its_bytes_are_means_sizes_and_member_lists() -> None:
-    """2 vectors of 16 bits and 12 bytes a cluster; 8 a token; a row has 8. RetroInfer: 32 B."""
+    """2 vectors of 16 bits and 8 bytes a cluster; 4 a token; a row has 8. RetroInfer: 32 B."""
     keys = randn(1, 4096, DIM, seed=16)
     index = make(keys, dtype=torch.bfloat16, value_dim=DIM)
 
-    assert index.nbytes == 256 * (4 * DIM + 12) + 4096 * 8 + 8
+    assert index.nbytes == 256 * (4 * DIM + 8) + 4096 * 4 + 8
     state = index.state()
     mean = keys[0, state["unit_of"][0] == 7].bfloat16().double().mean(0)
     np.testing.assert_allclose(

@@ -348,7 +348,9 @@ def test_a_walk_with_room_for_all_finds_the_nearest(backend: str, count: int) ->
     k = min(8, count)
     expected = np.argsort(-products, axis=2)[..., :k]
     np.testing.assert_array_equal(near[..., :k], expected)
-    np.testing.assert_allclose(logits[..., :k], np.take_along_axis(products, expected, 2), atol=1e-5)
+    np.testing.assert_allclose(
+        logits[..., :k], np.take_along_axis(products, expected, 2), atol=1e-5
+    )
     assert (near[..., k:] == -1).all()
     assert np.isneginf(logits[..., k:]).all()
 

@@ -98,7 +98,7 @@ class AttentionRecorder:
 def _trimmed(everything: BlockScores, blocks: Ids) -> tuple[Halves, Ids]:
     """Scores of units and the table of blocks, without what is reserved for later."""
     width = int(blocks.max(initial=0))
-    unit_of = everything.unit_of[:, :width].copy()
+    unit_of = everything.unit_of[:, :width].astype(np.int32)
     unit_of[np.arange(width) >= _longest(blocks, len(unit_of))[:, None]] = -1
     units = int(unit_of.max(initial=-1)) + 1
     has_unit = np.arange(units) < units_of_rows(unit_of, blocks)[:, None]
