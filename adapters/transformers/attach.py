@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
+    from tierstore.hardware import Hardware
     from tierstore.policies.plan import Plan
 
 _attached_decoders: WeakSet[PreTrainedModel] = WeakSet()
@@ -40,6 +41,8 @@ def attach(
     hysteresis: float | str | None = None,
     plan: Plan | str | Path | None = None,
     recalibrate: int | None = None,
+    attend_where: str = "fetch",
+    hardware: Hardware | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -61,6 +64,8 @@ def attach(
     plan: how window and budget are shared out between layers and heads: a
         `tierstore.policies.Plan` or the file of one. Alike by default.
     recalibrate: make that plan's windows anew once, after so many steps.
+    attend_where: what happens to a selected block that is not in the fast tier: ``"fetch"``,
+        ``"in-tier"``, or ``"auto"``, whichever costs less by the rates of `hardware`.
 
     Raises
     ------
@@ -81,6 +86,8 @@ def attach(
             hysteresis=hysteresis,
             plan=plan,
             recalibrate=recalibrate,
+            attend_where=attend_where,
+            hardware=hardware,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)
