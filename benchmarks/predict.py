@@ -35,7 +35,7 @@ from tierstore.benchmarks.subject import Subject
 from tierstore.benchmarks.synthetic import SyntheticText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tierstore.benchmarks.synthetic import Token
     from tierstore.hardware import Hardware
@@ -83,7 +83,7 @@ def run(
     *,
     repeat: int = 3,
     tokens: int = 32_768,
-    layers: int = 4,
+    layers: int = 2,
     disk: str | Path | None = None,
 ) -> Findings:
     """Measure this machine, predict, and measure again."""
@@ -167,13 +167,14 @@ def _model(
 ) -> dict[str, Outcome]:
     """The demo model: what is not attention is measured at a short context, the rest predicted."""
     count = _MODEL_STEPS * (1 + repeat)
-    check_window(loaded.model, tokens + count)
-    text = real_text(loaded.tokenizer, tokens + count)
+    contexts = (tokens // 4, tokens - tokens // 8)
+    check_window(loaded.model, contexts[-1] + count)
+    text = real_text(loaded.tokenizer, contexts[-1] + count)
     shape = MODELS["smollm2"]
     outcomes = {}
     with ExitStack() as stack:
         floor = stack.enter_context(closing(Subject(loaded.model, None)))
-        for context in (tokens // 4, tokens - tokens // 8):
+        for context in contexts:
             ample = 3 * kv_bytes(loaded.model, context) + (64 << 20)
             tiers = TierOptions("kvdrive", dram=ample, fast=ample)
             with closing(Subject(loaded.model, tiers)) as subject:
@@ -294,14 +295,6 @@ def _findings(
             f"{name}, {kind}": [getattr(each, kind)] * len(each.measured)
             for name, each in outcomes.items()
         }
-    errors = {
-        kind: [abs(each.error(getattr(each, kind))) for each in outcomes.values()]
-        for kind in ("blind", "informed")
-    }
-    note = "; ".join(
-        f"{kind}: {Spread.of(found).median:.0%} in the median, {max(found):.0%} at most"
-        for kind, found in errors.items()
-    )
     return Findings(
         benchmark="predict",
         machine=machine,
@@ -316,26 +309,34 @@ def _findings(
             "step": Measure("ms/token, median of a round", steps),
             "where": Measure("ms/token, by where missing blocks are attended to", where),
         },
-        ratios=[
-            *(
-                Ratio(f"predicted / measured, {name}", "step", f"{name}, blind", name)
-                for name in outcomes
-            ),
-            *(
-                Ratio(
-                    f"time of a step, {_where(where, residents=each)} / fetch",
-                    "where",
-                    _where(where, residents=each),
-                    _where("fetch", residents=each),
-                )
-                for each in (True, False)
-                for where in ("in-tier", "auto")
-            ),
-        ],
-        notes=[f"Error of the prediction: {note}."],
+        ratios=_ratios(outcomes),
+        notes=[f"Error of the prediction: {_errors(outcomes)}."],
         details={"hardware": hardware.to_dict()},
         tables=[_table(outcomes)],
     )
+
+
+def _ratios(outcomes: Iterable[str]) -> list[Ratio]:
+    """Predicted over measured, and the rules of where over fetching."""
+    ratios = [
+        Ratio(f"predicted / measured, {name}", "step", f"{name}, blind", name) for name in outcomes
+    ]
+    for residents in (True, False):
+        fetch = _where("fetch", residents=residents)
+        for rule in ("in-tier", "auto"):
+            own = _where(rule, residents=residents)
+            ratios.append(Ratio(f"time of a step, {own} / fetch", "where", own, fetch))
+    return ratios
+
+
+def _errors(outcomes: Mapping[str, Outcome]) -> str:
+    """How far off both kinds of predictions are, in words."""
+    words = []
+    for kind in ("blind", "informed"):
+        found = [abs(each.error(getattr(each, kind))) for each in outcomes.values()]
+        median = Spread.of(found).median
+        words.append(f"{kind}: {median:.0%} in the median, {max(found):.0%} at most")
+    return "; ".join(words)
 
 
 def _table(outcomes: dict[str, Outcome]) -> Table:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from tierstore.kernels.element import Array
 
 
+_WORK_BYTES = 64 << 20
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of the stages of one step in one layer. missed: share of blocks fetched."""
@@ -112,12 +115,12 @@ class LayerStages:
         )
         rows, blocks = sequences * geometry.kv_heads, key.shape[1] // preset.block_tokens + 1
         kv = rows * blocks * layout.block_bytes
-        fast = DeviceTier(layout, 2 * kv + (64 << 20), device=geometry.device)
-        self._below: _TimedDram | _TimedDisk = (
-            _TimedDram(layout, 2 * kv + (64 << 20))
-            if files is None
-            else _TimedDisk(layout, files / "blocks")
-        )
+        fast = DeviceTier(layout, 2 * kv + _WORK_BYTES, device=geometry.device)
+        self._below: _TimedDram | _TimedDisk
+        if files is None:
+            self._below = _TimedDram(layout, 2 * kv + _WORK_BYTES)
+        else:
+            self._below = _TimedDisk(layout, files / "blocks")
         self.store = BlockStore(
             layout, [fast, self._below], [preset.policy()], segments=rows, blocks_each=blocks
         )
@@ -136,17 +139,24 @@ class LayerStages:
         )
         self._geometry, self._scale = geometry, scale
         reserve_backing(self.store, rows * blocks)
-        for sequence in range(sequences):
-            sealed = layer.absorb(sequence, key, value)
-            assert sealed is not None
-            layer.index_tokens(sealed, IndexContext(0, last_queries))
-            layer.store_tokens(sealed, None)
+        self._fill(key, value, last_queries)
         selected = -(-budget // preset.block_tokens)
         self._budgets: Ids = np.minimum(layer.blocks, selected).astype(np.int32)
         self.resize(window)
         self._lse = np.empty((rows, geometry.group), np.float32)
         width = blocks * preset.block_tokens + layer.strip_room
         self._weights = np.empty((rows, geometry.group, width), np.float32)
+
+    def _fill(
+        self, key: torch.Tensor, value: torch.Tensor, last_queries: torch.Tensor | None
+    ) -> None:
+        """The same tokens for every sequence."""
+        layer = self._layer
+        for sequence in range(layer.sequences):
+            sealed = layer.absorb(sequence, key, value)
+            assert sealed is not None
+            layer.index_tokens(sealed, IndexContext(0, last_queries))
+            layer.store_tokens(sealed, None)
 
     @property
     def blocks(self) -> int:

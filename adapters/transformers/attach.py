@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.presets import Preset
     from tierstore.adapters.transformers.engine import AttentionEngine
+    from tierstore.hardware import Hardware
     from tierstore.keyed import KeyedStore
     from tierstore.policies.plan import Plan
     from tierstore.timeline import Timeline
@@ -47,6 +48,8 @@ def attach(
     schedule: str | None = None,
     micro_batch: int | None = None,
     timeline: Timeline | None = None,
+    attend_where: str = "fetch",
+    hardware: Hardware | None = None,
     prefixes: str | Path | KeyedStore | Prefixes | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
@@ -73,6 +76,8 @@ def attach(
         ``"previous-step"``; the preset's by default.
     micro_batch: sequences that pass the stages together.
     timeline: notes when each stage and each transfer runs.
+    attend_where: what happens to a selected block that is not in the fast tier: ``"fetch"``,
+        ``"in-tier"``, or ``"auto"``, whichever costs less by the rates of `hardware`.
     prefixes: where prompts that were computed are kept: a directory, an open `KeyedStore`, or
         `Prefixes`. Of a text that begins like one of them the beginning is loaded, and a call
         returns logits and hidden states of the rest only, at least of two tokens.
@@ -103,6 +108,8 @@ def attach(
             recalibrate=recalibrate,
             schedule=schedule,
             micro_batch=micro_batch,
+            attend_where=attend_where,
+            hardware=hardware,
         )
         engine.watch(timeline)
         on_error.callback(engine.close)

@@ -45,6 +45,16 @@ def test_the_choice_costs_as_little_as_any(
     assert costs.total(misses, uses, chosen) == pytest.approx(brute_force(costs, table), rel=1e-9)
 
 
+@pytest.mark.parametrize(("fetch", "call", "stays"), [(0, 9, False), (9, 0, True)])
+def test_a_call_that_costs_more_than_it_saves_is_not_made(
+    fetch: float, call: float, stays: bool
+) -> None:
+    # The first row would go one way, the second the other.
+    costs = PlaceCosts(2.0, 1.0, 1.5, fetch, call)
+    misses, uses = np.array([1, 1]), np.array([1.0, 10.0])
+    assert costs.stays(misses, uses).tolist() == [stays, stays]
+
+
 def test_heads_that_wander_stay_and_heads_that_return_are_fetched() -> None:
     # Over a PCIe link a block pays for its way once it is used a few times.
     costs = PlaceCosts.of(replace(PRESETS["h200"], admit=1e-9), 2048, 8192.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,7 +57,7 @@ def test_seconds_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         now[0] += 0.25
 
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     assert measuring.seconds_of(call) == pytest.approx(0.25)
 
 

@@ -123,6 +123,15 @@ def test_what_spills_keeps_everything_on_disk_and_never_exceeds_the_host() -> No
     assert found.fits
 
 
+def test_half_of_the_blocks_in_dram_serve_nearly_all_that_is_missed() -> None:
+    load = replace(LOAD, window=1.0, extent_bytes=4096)
+    fetch = [
+        predict(SYSTEMS["kvdrive"], load, L20.with_memory(None, size)).stages["fetch"]
+        for size in (1, 60 * GIB)
+    ]
+    assert fetch[1] < fetch[0] / 3
+
+
 def test_less_memory_is_never_faster() -> None:
     speeds = [
         best_of(SYSTEMS["kvdrive"], LOAD, L20.with_memory(None, size * GIB)).tokens_per_second

@@ -51,6 +51,15 @@ def test_of_equals_the_first_is_fastest() -> None:
     assert fastest([trial(1, 2), trial(2, 1), trial(4, 1)]).setting == 2
 
 
+def test_no_window_is_tried_beyond_the_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(tuner: Tuner, preset: object, window: float, sequences: int) -> tuple[Times, None]:
+        return Times(1.0, 1.0, 3 / window, 1.0, 0.1), None
+
+    monkeypatch.setattr(Tuner, "_run", times)
+    tuner = Tuner(GEOMETRY, PRESETS["exact"], [sample()], budget=60, scale=0.25)
+    assert [each.setting for each in tuner.windows()] == [1.0, 1.5, 2.0, 3.0]
+
+
 def sample(tokens: int = 600, steps: int = 12) -> Sample:
     generator = torch.Generator().manual_seed(0)
     key, value = (torch.randn(2, tokens, 16, generator=generator) for _ in range(2))

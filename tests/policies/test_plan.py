@@ -56,7 +56,7 @@ def test_the_plan_in_the_documents_is_read() -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     for settings in ({"tokens_per_centroid": 0.0}, {"micro_batch": -1}):
         with pytest.raises(ConfigError, match="plan: "):
-            Tuning(**settings)  # type: ignore[arg-type]
+            Tuning(**settings)
 
 
 def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
