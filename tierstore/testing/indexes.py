@@ -17,6 +17,7 @@ from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.interfaces import IndexContext
 from tierstore.kernels.element import to_array
 from tierstore.memory import Memory
+from tierstore.scratch import Scratch
 from tierstore.testing.laws import law
 
 if TYPE_CHECKING:
@@ -106,6 +107,31 @@ class IndexTests(ABC):
         first = _frozen(_select(index, setting, blocks))
         _select(index, setting, [9, 1], seed=5)
         assert _frozen(_select(index, setting, blocks)) == first
+
+    def test_a_part_selects_what_the_whole_selects_for_its_rows(
+        self, setting: IndexSetting
+    ) -> None:
+        """Also after both have learned of more blocks, and in a work space of its own."""
+        index = self._filled(setting, [9, 9, 30, 30])
+        scratches = Scratch(setting.memory), Scratch(setting.memory)
+        parts = [index.part(slice(first, first + 2), *scratches) for first in (0, 2)]
+        if None in parts:
+            pytest.skip("the index selects for all rows at once")
+        for more in (0, 3):
+            if more:
+                for row in range(4):
+                    _extend(index, setting, slice(row, row + 1), more, seed=40 + row)
+            query, budgets = _query(setting, 4, seed=3), _ids([4, 9, 1, 12])
+            whole = _rows(index.select(query, budgets))
+            halves = []
+            for part, rows in zip(parts, (slice(0, 2), slice(2, 4)), strict=True):
+                assert part is not None
+                selection = part.select(query[rows], budgets[rows])
+                halves += _rows(selection)
+                if selection.everything is not None:
+                    assert selection.everything.segments.tolist() == _segments(4)[rows].tolist()
+                    assert len(selection.everything.unit_scores) == 2
+            assert [list(row) for row in halves] == [list(row) for row in whole]
 
     def test_scores_of_everything_cover_what_is_selected(self, setting: IndexSetting) -> None:
         """A policy looks scores up by segment and block; tables of one row serve all rows."""
