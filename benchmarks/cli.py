@@ -69,10 +69,18 @@ BENCHMARKS = {
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
     ),
+    "batching": Benchmark(
+        "requests that join and leave the demo model's batch: tokens as alone, and their rate",
+        frozenset({"repeat", "tokens"}),
+    ),
+    "endurance": Benchmark(
+        "ten thousand steps of sequences that come and go: memory, its accountant, and the output",
+        frozenset({"steps", "disk"}),
+    ),
 }
 _OPTIONS = (
     "repeat", "tokens", "layers", "disk", "parts", "records", "traces", "indexes", "documents",
-    "captures", "model", "plot",
+    "captures", "model", "plot", "steps",
 )  # fmt: skip
 
 
@@ -95,7 +103,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--disk",
         metavar="DIR",
-        help="where files lie (decode, store); default: the directory for temporary files",
+        help="where files lie (decode, store, endurance); default: the one for temporary files",
     )
     parser.add_argument(
         "--parts",
@@ -105,6 +113,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--traces", metavar="DIR", help="attention traces (policies, which needs them; windows)"
     )
+    parser.add_argument("--steps", type=int, metavar="N", help="decoding steps (endurance)")
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
     _add_index_options(parser)
 
