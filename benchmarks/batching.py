@@ -38,7 +38,7 @@ REQUESTS = ((700, 24), (90, 40), (1_200, 16), (300, 30), (40, 36), (900, 20), (5
 
 BUDGETS = {"exact": 1 / 16, "kvdrive": 1 / 16}
 BATCHES = (1, 2, 4, 8)
-CONTEXTS = (1_024, 2_048, 4_096)
+CONTEXTS = {"short": 1_024, "middle": 2_048, "long": 4_096}
 BUDGET_TOKENS = 128
 STEPS = 16
 _APART = 3
@@ -46,8 +46,8 @@ _APART = 3
 _CONFIGURATIONS = {
     **{f"batch {size}": f"{size} requests of the same length at once" for size in BATCHES},
     **{
-        f"context {tokens:,}": f"one request of so many tokens, {BUDGET_TOKENS} of them selected"
-        for tokens in CONTEXTS
+        name: f"one request of a {name} context, {BUDGET_TOKENS} tokens of it selected"
+        for name in CONTEXTS
     },
 }
 _GROWING = tuple(pairwise(BATCHES))
@@ -61,8 +61,8 @@ _RATIOS = (
     ),
     Ratio("tokens a second, batch 8 / batch 1", "throughput", "batch 8", "batch 1"),
     Ratio(
-        "a step without selecting, context 4,096 / 1,024", "step", "context 4,096",
-        "context 1,024", at_most=1.15,
+        "a step without selecting, long / short context", "step", "long", "short",
+        at_most=1.15,
     ),
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ def run(say: Say, *, repeat: int = 5, tokens: int = 512) -> Findings:
     say(f"loading {DEMO_MODEL}")
     # In 16 bits the model's own matrix products round differently at each batch size.
     exact = load_model(DEMO_MODEL, torch.float32, "cpu")
-    same = {name: _compare(say, exact, name) for name in BUDGETS}
+    same = {name: compare(say, exact, name) for name in BUDGETS}
     del exact
     return measure(say, load_model(DEMO_MODEL, torch.bfloat16, "cpu"), repeat, tokens, same)
 
@@ -83,11 +83,11 @@ def measure(
     repeat: int,
     tokens: int,
     same: Mapping[str, Sequence[bool]],
-    contexts: Sequence[int] = CONTEXTS,
+    contexts: Mapping[str, int] = CONTEXTS,
 ) -> Findings:
     """Time a model; `same` says of each preset's requests whether they got what they get alone."""
     machine = Machine.here()
-    check_window(loaded.model, max(*contexts, tokens) + STEPS * (repeat + 2))
+    check_window(loaded.model, max(*contexts.values(), tokens) + STEPS * (repeat + 2))
     throughput = _throughput(say, loaded, repeat, tokens)
     steps, selecting = _by_context(say, loaded, repeat, contexts)
     return Findings(
@@ -98,7 +98,7 @@ def measure(
             "model": loaded.name,
             "dtype": str(loaded.model.dtype),
             "context tokens of a batch": tokens,
-            "budget of the contexts": f"{BUDGET_TOKENS} tokens",
+            "contexts": ", ".join(f"{name} {tokens:,}" for name, tokens in contexts.items()),
             "steps in a round": STEPS,
         },
         configurations=_CONFIGURATIONS,
@@ -117,7 +117,7 @@ def measure(
     )
 
 
-def _compare(say: Say, loaded: LoadedModel, preset: str) -> list[bool]:
+def compare(say: Say, loaded: LoadedModel, preset: str) -> list[bool]:
     """Of each request, whether it gets among others what it gets alone."""
     text = real_text(loaded.tokenizer, sum(tokens for tokens, _ in REQUESTS))
     starts = [sum(tokens for tokens, _ in REQUESTS[:i]) for i in range(len(REQUESTS))]
@@ -179,17 +179,17 @@ def _seconds(batch: ContinuousBatch) -> list[float]:
 
 
 def _by_context(
-    say: Say, loaded: LoadedModel, rounds: int, contexts: Sequence[int]
+    say: Say, loaded: LoadedModel, rounds: int, contexts: Mapping[str, int]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Milliseconds of a step without selecting, and of selecting, at each length of context."""
-    text = real_text(loaded.tokenizer, max(contexts))
+    text = real_text(loaded.tokenizer, max(contexts.values()))
     with ExitStack() as stack:
         runs = {}
-        for tokens in contexts:
+        for name, tokens in contexts.items():
             clock = _Clock()
             batch = stack.enter_context(_batch(loaded, clock.preset(), BUDGET_TOKENS))
             batch.add(text[:tokens], max_new_tokens=STEPS * (rounds + 2))
-            runs[f"context {tokens:,}"] = partial(_timed_round, batch, clock)
+            runs[name] = partial(_timed_round, batch, clock)
 
         def after_round(number: int, latest: Mapping[str, tuple[float, float]]) -> None:
             say(f"round {number} of {rounds}: {listed({k: v[0] for k, v in latest.items()})} ms")
