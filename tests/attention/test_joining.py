@@ -276,7 +276,7 @@ def on_two_tiers(policy: type[LRU] = LRU) -> tuple[SparseAttention, list[Fragile
 
     def tiers(layout: BlockLayout) -> list[PinnedTier | DeviceTier]:
         lower.append(Fragile(layout, "4MiB"))
-        return [DeviceTier(layout, "640KiB", device=GEOMETRY.device), lower[0]]
+        return [DeviceTier(layout, "900KiB", device=GEOMETRY.device), lower[0]]
 
     preset = replace(EXACT, policy=policy)
     return SparseAttention(GEOMETRY, preset=preset, tiers=tiers, window=1.0), lower

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from tierstore.adapters.models import LoadedModel
 
 
-def test_measures_batches_and_contexts(tiny_model: LoadedModel) -> None:
+def test_measures_batches_and_contexts(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "STEPS", 3)
     said: list[str] = []
     contexts = {"short": 100, "middle": 200, "long": 400}
     same = {"exact": [True, False]}
@@ -29,5 +32,8 @@ def test_measures_batches_and_contexts(tiny_model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("preset", ["exact", "kvdrive"])
-def test_requests_get_what_they_get_alone(tiny_model: LoadedModel, preset: str) -> None:
+def test_requests_get_what_they_get_alone(
+    tiny_model: LoadedModel, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "REQUESTS", ((150, 9), (20, 12), (250, 5), (90, 10)))
     assert all(batching.compare(lambda _: None, tiny_model, preset))
