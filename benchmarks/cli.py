@@ -97,10 +97,18 @@ BENCHMARKS = {
         "eviction policies on recorded attention traces, against LRU and Belady, and their cost",
         frozenset({"repeat", "traces"}),
     ),
+    "batching": Benchmark(
+        "requests that join and leave the demo model's batch: tokens as alone, and their rate",
+        frozenset({"repeat", "tokens"}),
+    ),
+    "endurance": Benchmark(
+        "ten thousand steps of sequences that come and go: memory, its accountant, and the output",
+        frozenset({"steps", "disk"}),
+    ),
 }
 _OPTIONS = (
     "repeat", "tokens", "layers", "disk", "parts", "records", "traces", "indexes", "documents",
-    "captures", "model", "plot",
+    "captures", "model", "plot", "steps",
 )  # fmt: skip
 
 
@@ -134,6 +142,7 @@ def add_command(subparsers: Subparsers) -> None:
         metavar="DIR",
         help="attention traces (policies and layout, which need them; windows)",
     )
+    parser.add_argument("--steps", type=int, metavar="N", help="decoding steps (endurance)")
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
     _add_index_options(parser)
 

@@ -56,6 +56,20 @@ CONFIGURATIONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What was seen at one step.
+
+    resident: bytes of the process. drift: bytes between accountant and truth. error: the largest
+    difference from the reference. step_ms: median time of the steps since the sample before.
+    """
+
+    resident: int
+    drift: int
+    error: float
+    step_ms: float
+
+
 def run(say: Say, *, steps: int = 10_000, disk: str | Path | None = None) -> Findings:
     """Run so many steps, with a disk tier in the directory `disk`."""
     folder = Path(disk or tempfile.gettempdir())
@@ -66,8 +80,6 @@ def run(say: Say, *, steps: int = 10_000, disk: str | Path | None = None) -> Fin
         samples, report = course.samples, course.engine.report().to_dict()
     half = len(samples) // 2
     halves = {"early": samples[:half], "late": samples[half : 2 * half]}
-    worst = max(sample.error for sample in samples)
-    drift = max(sample.drift for sample in samples)
     return Findings(
         benchmark="endurance",
         machine=machine,
@@ -92,33 +104,30 @@ def run(say: Say, *, steps: int = 10_000, disk: str | Path | None = None) -> Fin
             ),
         },
         ratios=_RATIOS,
-        notes=[
-            f"Largest difference from the float64 reference at {len(samples)} sampled steps: "
-            f"{worst:.1e}, of outputs around 1.",
-            f"Largest difference between a tier's accountant and its live arrays and slots: {drift} "
-            f"bytes. Sequences that ran: {course.finished + SEQUENCES}.",
-        ],
+        notes=[_outputs(samples), _accounts(samples, course.finished + SEQUENCES)],
         details={
-            "worst error": worst,
-            "worst drift in bytes": drift,
+            "worst error": max(each.error for each in samples),
+            "worst drift in bytes": max(each.drift for each in samples),
             "finished": course.finished,
             "tiers": report,
         },
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What was seen at one step.
+def _outputs(samples: Sequence[Sample]) -> str:
+    worst = max(each.error for each in samples)
+    return (
+        f"Largest difference from the float64 reference in {len(samples)} sampled steps: "
+        f"{worst:.1e}, of outputs around 1."
+    )
 
-    resident: bytes of the process. drift: bytes between accountant and truth. error: the largest
-    difference from the reference. step_ms: median time of the steps since the sample before.
-    """
 
-    resident: int
-    drift: int
-    error: float
-    step_ms: float
+def _accounts(samples: Sequence[Sample], sequences: int) -> str:
+    drift = max(each.drift for each in samples)
+    return (
+        f"Largest difference between a tier's accountant and its live arrays and slots: {drift} "
+        f"bytes. Sequences that ran: {sequences}."
+    )
 
 
 @dataclass(slots=True)

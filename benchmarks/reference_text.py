@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tierstore.adapters.attention.layer import SEAL_BLOCKS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
     from tierstore.adapters.attention import Geometry
     from tierstore.adapters.presets import Preset
 
-Numbers = "npt.NDArray[np.float64]"
+    Numbers = npt.NDArray[np.float64]
 
 
 class ReferenceText:

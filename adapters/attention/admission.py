@@ -70,8 +70,9 @@ def _check_backing(batch: _Room) -> None:
     if blocks > room:
         raise CapacityError(
             f"{tier.name}: with one more sequence the KV cache may take "
-            f"{format_size(blocks * size)}, but there is room for {format_size(max(room, 0) * size)}"
-            f": finish another one first, raise {tier.name}= or add disk="
+            f"{format_size(blocks * size)}, but there is room for "
+            f"{format_size(max(room, 0) * size)}: finish another one first, raise {tier.name}= or "
+            "add disk="
         )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def reserve_backing(store: BlockStore, blocks: int) -> None:
-    """Take the backing tier's room for a prompt at once: a tier too small is known early."""
+    """Take the backing tier's room for prompts at once: a tier too small is known early."""
     tier = store.tiers[store.backing]
     size = store.layout.block_bytes
     limit = store.limit(store.backing)
@@ -24,7 +24,9 @@ def reserve_backing(store: BlockStore, blocks: int) -> None:
             f"{tier.name}: the KV cache of this prompt takes {format_size(blocks * size)}, but "
             f"there is room for {format_size(limit * size)}: raise {tier.name}= or add disk="
         )
-    store.resize(store.backing, min(limit, blocks + blocks // 16))
+    slots = min(limit, blocks + blocks // 16)
+    if slots > tier.capacity:
+        store.resize(store.backing, slots)
 
 
 def fit_middle_tiers(store: BlockStore, blocks: int) -> None:

@@ -55,7 +55,7 @@ class Sharing:
         return self.lanes.budgets(self._rules.preset.block_tokens)
 
     def of_step(self, taking: Pointers) -> Ids:
-        """Blocks that each row may select in a step of the lanes `taking` [B], int32 [layers, R]."""
+        """Blocks that each row may select in a step of lanes `taking` [B]: int32 [layers, R]."""
         self._recalibrate()
         budgets = self._per_head(self.budgets())
         if self.plan is not None:

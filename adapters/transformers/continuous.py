@@ -115,11 +115,11 @@ class ContinuousBatch:
         request = _Request(sequence, len(ids), max_new_tokens, stop, choose)
         try:
             (request.next,) = self._compute([request], ids[None], torch.arange(len(ids))[None])
-            if request.error is not None:
-                raise request.error
         except BaseException:
             self._leave(request)
             raise
+        if request.error is not None:
+            raise request.error
         number = self._next
         self._next += 1
         self._requests[number] = request

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (150, 9, 230, 60, 1, 100, 31, 180)
 NEW = (30, 45, 12, 33, 40, 1, 25, 20)
+DRAM: dict[str, Any] = {"dram": "8MiB"}
 
 
 @pytest.fixture(params=[llama, qwen3])
@@ -33,11 +34,11 @@ def prompt(number: int) -> list[int]:
     return ids
 
 
-def batch_of(model: LanguageModel, **options: Any) -> ContinuousBatch:
+def batch_of(model: LanguageModel, options: dict[str, Any] = DRAM) -> ContinuousBatch:
     return ContinuousBatch(model, SparseAttention(geometry_of(model), **options))
 
 
-def alone(model: LanguageModel, number: int, **options: Any) -> list[int]:
+def alone(model: LanguageModel, number: int, options: dict[str, Any] = DRAM) -> list[int]:
     """What `attach` makes of a request."""
     found = generate(model, prompt(number), NEW[number], TierOptions(**options))
     return list(found.generation.tokens)
@@ -49,9 +50,9 @@ def alone(model: LanguageModel, number: int, **options: Any) -> list[int]:
 def test_eight_requests_that_come_and_go_get_what_they_get_alone(
     model: LanguageModel, options: dict[str, Any]
 ) -> None:
-    options["dram"] = "8MiB"
+    options = options | DRAM
     made: dict[int, list[int]] = {}
-    with batch_of(model, **options) as batch:
+    with batch_of(model, options) as batch:
         waiting = list(range(8))
         turn = 0
         while waiting or batch.running:
@@ -66,13 +67,13 @@ def test_eight_requests_that_come_and_go_get_what_they_get_alone(
             tokens, reason, error = batch.finish(number)
             assert (list(tokens), reason, error) == (made[number], "length", None)
     for number in range(8):
-        assert made[number] == alone(model, number, **options)
+        assert made[number] == alone(model, number, options)
 
 
 def test_a_request_ends_at_a_stop_token_and_may_be_taken_out() -> None:
     model = llama()
-    free = alone(model, 0, dram="8MiB")
-    with batch_of(model, dram="8MiB") as batch:
+    free = alone(model, 0)
+    with batch_of(model) as batch:
         stop = free[6]
         stopped = batch.add(prompt(0), max_new_tokens=30, stop={stop})
         taken = batch.add(prompt(1), max_new_tokens=30)
@@ -90,7 +91,7 @@ def test_a_request_ends_at_a_stop_token_and_may_be_taken_out() -> None:
 
 def test_sampling_is_the_callers() -> None:
     model = llama()
-    with batch_of(model, dram="8MiB") as batch:
+    with batch_of(model) as batch:
         rank_two = batch.add(
             prompt(0), max_new_tokens=8, choose=lambda logits: int(logits.topk(2).indices[1])
         )
@@ -103,30 +104,35 @@ def test_sampling_is_the_callers() -> None:
             batch.add(prompt(2), max_new_tokens=8, choose=broken)
         list(batch)
         own, other = batch.finish(greedy), batch.finish(rank_two)
-    assert list(own.tokens) == alone(model, 1, dram="8MiB")[:8]
+    assert list(own.tokens) == alone(model, 1)[:8]
     assert len(other.tokens) == 8
-    assert other.tokens[0] != alone(model, 0, dram="8MiB")[0]
+    assert other.tokens[0] != alone(model, 0)[0]
+
+
+def fill(batch: ContinuousBatch) -> None:
+    """Requests without end."""
+    while True:
+        batch.add(prompt(2), max_new_tokens=200)
 
 
 def test_what_does_not_fit_is_refused_and_the_others_go_on() -> None:
     model = llama()
-    with batch_of(model, preset="exact", dram="600KiB") as batch:
+    with batch_of(model, {"preset": "exact", "dram": "600KiB"}) as batch:
         batch.add(prompt(0), max_new_tokens=30)
         batch.step()
         with pytest.raises(CapacityError, match="with one more sequence"):
-            for _ in range(20):
-                batch.add(prompt(2), max_new_tokens=200)
+            fill(batch)
         assert batch.running
         list(batch)
         tokens = batch.finish(0).tokens
-    assert list(tokens) == alone(model, 0, preset="exact", dram="8MiB")
+    assert list(tokens) == alone(model, 0, {"preset": "exact", "dram": "8MiB"})
 
 
 def test_a_request_whose_keys_break_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its embedding is NaN from one token on, as a broken adapter might make it."""
     model = llama()
-    expected = {number: alone(model, number, dram="8MiB") for number in (0, 3)}
-    with batch_of(model, dram="8MiB") as batch:
+    expected = {number: alone(model, number) for number in (0, 3)}
+    with batch_of(model) as batch:
         for number in (0, 3, 1):
             batch.add(prompt(number), max_new_tokens=NEW[number])
         for _ in range(5):
@@ -152,7 +158,7 @@ def test_a_request_whose_keys_break_leaves_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_that_fails_ends_those_it_computed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
-    with batch_of(model, dram="8MiB") as batch:
+    with batch_of(model) as batch:
         first = batch.add(prompt(0), max_new_tokens=30)
         batch.step()
         layer = model.model.layers[1]
@@ -175,7 +181,7 @@ def test_a_model_that_fails_ends_those_it_computed_for(monkeypatch: pytest.Monke
         again = batch.add(prompt(0), max_new_tokens=30)
         list(batch)
         tokens = batch.finish(again).tokens
-    assert list(tokens) == alone(model, 0, dram="8MiB")
+    assert list(tokens) == alone(model, 0)
 
 
 def test_the_model_is_the_batchs_until_it_is_closed() -> None:
@@ -183,7 +189,7 @@ def test_the_model_is_the_batchs_until_it_is_closed() -> None:
     ids = random_ids(1, 20)
     with torch.no_grad():
         before = model(ids).logits
-        with batch_of(model, dram="8MiB") as batch:
+        with batch_of(model) as batch:
             with pytest.raises(ConfigError, match="called with no cache"):
                 model(ids)
             with pytest.raises(ConfigError, match="use its add"):
@@ -204,7 +210,7 @@ def test_the_model_is_the_batchs_until_it_is_closed() -> None:
 )
 def test_a_bad_prompt_is_refused(ids: list[int], sentence: str) -> None:
     model = llama()
-    with batch_of(model, dram="8MiB") as batch:
+    with batch_of(model) as batch:
         with pytest.raises(ConfigError, match=sentence):
             batch.add(ids, max_new_tokens=30)
         assert batch.running == []
@@ -212,9 +218,9 @@ def test_a_bad_prompt_is_refused(ids: list[int], sentence: str) -> None:
 
 def test_models_whose_rows_cannot_be_kept_apart_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="slide over a window"):
-        batch_of(gemma3(), dram="8MiB")
+        batch_of(gemma3())
     model = phi3_with_longrope(switch=64)
-    with batch_of(model, dram="8MiB") as batch:
+    with batch_of(model) as batch:
         with pytest.raises(UnsupportedModelError, match="expected at most 64"):
             batch.add(prompt(3), max_new_tokens=10)
         batch.add(prompt(6), max_new_tokens=10)

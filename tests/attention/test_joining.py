@@ -18,11 +18,13 @@ from tierstore.tiers import DeviceTier, PinnedTier
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
     from tierstore.adapters.presets import Preset
     from tierstore.interfaces import Bytes, Completion, Demand, Ids
     from tierstore.layout import BlockLayout
 
 LENGTHS = (300, 40, 120, 7)
+DRAM: dict[str, Any] = {"dram": "4MiB"}
 
 
 class Fragile(PinnedTier):
@@ -60,7 +62,9 @@ def joined(engine: SparseAttention, lengths: Sequence[int] = LENGTHS) -> dict[in
     return texts
 
 
-def alone(preset: Preset, seed: int, length: int, steps: int, **tiers: Any) -> list[torch.Tensor]:
+def alone(
+    preset: Preset, seed: int, length: int, steps: int, tiers: dict[str, Any] = DRAM
+) -> list[torch.Tensor]:
     """Outputs [layers, Hq, d] of each step of a text that has an engine to itself."""
     engine = SparseAttention(GEOMETRY, preset=preset, **tiers)
     text = Text(seed)
@@ -95,7 +99,7 @@ def test_a_sequence_gets_beside_others_what_it_gets_alone(preset: Preset) -> Non
         for place, sequence in enumerate(texts):
             outputs[sequence].append(out[:, place])
     for sequence, found in outputs.items():
-        expected = alone(preset, sequence, 30 + 25 * sequence, len(found), dram="4MiB")
+        expected = alone(preset, sequence, 30 + 25 * sequence, len(found))
         assert len(found) >= 15
         for own, other in zip(found, expected, strict=True):
             assert torch.equal(own, other)
@@ -188,18 +192,22 @@ def test_a_long_sequence_does_not_starve_short_ones_and_gets_what_they_leave() -
 def test_what_does_not_fit_is_refused_and_nothing_has_changed(tiers: dict[str, str]) -> None:
     engine = SparseAttention(GEOMETRY, preset=EXACT, **tiers)
     texts: dict[int, Text] = {}
-    for seed in range(100):
-        text = Text(seed)
-        before = [tier.memory.used_bytes for tier in engine._stack.tiers if tier.memory]
-        try:
+    before: list[int] = []
+
+    def used() -> list[int]:
+        return [tier.memory.used_bytes for tier in engine._stack.tiers if tier.memory]
+
+    def fill() -> None:
+        while True:
+            before[:] = used()
             sequence = engine.add_sequence(200)
-        except CapacityError as error:
-            assert "with one more sequence" in str(error)
-            break
-        texts[sequence] = text
-        prefill(engine, sequence, text.more(150))
-    assert 2 <= len(texts) < 100
-    assert before == [tier.memory.used_bytes for tier in engine._stack.tiers if tier.memory]
+            texts[sequence] = Text(sequence)
+            prefill(engine, sequence, texts[sequence].more(150))
+
+    with pytest.raises(CapacityError, match="with one more sequence"):
+        fill()
+    assert len(texts) >= 2
+    assert used() == before
     assert engine.sequences == list(texts)
     for _ in range(50):
         out = step(engine, [text.more(1) for text in texts.values()])
@@ -207,7 +215,8 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(tiers: dict[str, s
     assert out.isfinite().all()
     for gone in texts:
         engine.finish(gone)
-    for seed in range(len(texts)):
+    # Tables and work space have grown meanwhile, and stay.
+    for seed in range(len(texts) - 1):
         prefill(engine, engine.add_sequence(200), Text(seed).more(150))
     engine.store.validate()
     engine.close()
@@ -230,7 +239,7 @@ def others_are_untouched(
     texts: dict[int, Text],
     found: dict[int, list[torch.Tensor]],
     gone: int,
-    **tiers: Any,
+    tiers: dict[str, Any] = DRAM,
 ) -> None:
     """After the failure of `gone`: the others have had, and go on to have, what they have alone."""
     assert list(engine.failures) == [gone]
@@ -243,7 +252,7 @@ def others_are_untouched(
     assert not engine.failures
     for sequence in texts:
         own = found[sequence]
-        expected = alone(EXACT, sequence, LENGTHS[sequence], len(own), **tiers)
+        expected = alone(EXACT, sequence, LENGTHS[sequence], len(own), tiers)
         for ours, theirs in zip(own, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     engine.store.validate()
@@ -267,7 +276,7 @@ def on_two_tiers(policy: type[LRU] = LRU) -> tuple[SparseAttention, list[Fragile
 
     def tiers(layout: BlockLayout) -> list[PinnedTier | DeviceTier]:
         lower.append(Fragile(layout, "4MiB"))
-        return [DeviceTier(layout, "640KiB", device=GEOMETRY.device), lower[0]]
+        return [DeviceTier(layout, "900KiB", device=GEOMETRY.device), lower[0]]
 
     preset = replace(EXACT, policy=policy)
     return SparseAttention(GEOMETRY, preset=preset, tiers=tiers, window=1.0), lower
@@ -286,7 +295,7 @@ def test_blocks_that_cannot_be_read_end_their_sequence_alone(gone: int) -> None:
             found[sequence].extend(own)
     assert isinstance(engine.failures[gone], OSError)
     lower.broken = ()
-    others_are_untouched(engine, texts, found, gone, dram="4MiB")
+    others_are_untouched(engine, texts, found, gone)
 
 
 def test_a_policy_that_fails_for_one_sequence_ends_that_one() -> None:
@@ -306,7 +315,7 @@ def test_a_policy_that_fails_for_one_sequence_ends_that_one() -> None:
             found[sequence].extend(own)
     assert isinstance(engine.failures[0], PolicyError)
     policies[-1].spoilt = ()
-    others_are_untouched(engine, texts, found, 0, dram="4MiB")
+    others_are_untouched(engine, texts, found, 0)
 
 
 def test_a_key_that_is_nan_ends_its_sequence_when_it_is_indexed() -> None:
@@ -323,7 +332,7 @@ def test_a_key_that_is_nan_ends_its_sequence_when_it_is_indexed() -> None:
         if engine.failures:
             break
     assert "NaN or infinity" in str(engine.failures[1])
-    others_are_untouched(engine, texts, found, 1, dram="4MiB")
+    others_are_untouched(engine, texts, found, 1)
 
 
 def test_a_prompt_that_fails_leaves_the_others_alone() -> None:
@@ -340,7 +349,7 @@ def test_a_prompt_that_fails_leaves_the_others_alone() -> None:
     for own, more in zip(found.values(), steps(engine, texts, 3).values(), strict=True):
         own.extend(more)
     for number, own in found.items():
-        expected = alone(EXACT, number, LENGTHS[number], 6, dram="4MiB")
+        expected = alone(EXACT, number, LENGTHS[number], 6)
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
     engine.store.validate()
     engine.close()

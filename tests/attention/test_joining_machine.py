@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import settings
@@ -18,8 +18,10 @@ from hypothesis.stateful import (
 from joining import EXACT, GEOMETRY, KVDRIVE, LAYERS, Text, prefill, step
 
 from tierstore.adapters.attention import SparseAttention
-from tierstore.adapters.presets import Preset
 from tierstore.errors import CapacityError
+
+if TYPE_CHECKING:
+    from tierstore.adapters.presets import Preset
 
 MOST = 6
 """Sequences at once."""
