@@ -87,7 +87,7 @@ class TierStack:
             if directory is not None:
                 blocks = directory.path / "blocks"
                 behind: Tier
-                if sync is not None and not sync.is_direct:
+                if sync is not None and not sync.is_direct and dram is not None:
                     behind = PagedTier(layout, blocks, parse_size(dram, "dram"))
                 elif sync is not None:
                     behind = FileTier(layout, blocks, extent_bytes=_DIRECT_EXTENT)

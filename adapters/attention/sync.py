@@ -96,7 +96,7 @@ def stalls_of(store: BlockStore, segments: Ids) -> Amounts:
     pages, _ = page_range(np.arange(len(owners), dtype=np.int32), store.layout.block_bytes)
     waits = disk.waits[pages].astype(np.float64) * (owners >= 0)
     counted = np.bincount(np.maximum(owners, 0), waits, minlength=int(segments.max()) + 1)
-    stalls: Amounts = counted[segments]
+    stalls: Amounts = counted[segments].astype(np.float64)
     return stalls
 
 
