@@ -40,6 +40,7 @@ def attach(
     hysteresis: float | str | None = None,
     plan: Plan | str | Path | None = None,
     recalibrate: int | None = None,
+    sync: str | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
 
@@ -61,6 +62,7 @@ def attach(
     plan: how window and budget are shared out between layers and heads: a
         `tierstore.policies.Plan` or the file of one. Alike by default.
     recalibrate: make that plan's windows anew once, after so many steps.
+    sync: how blocks come from disk, ``"a"`` to ``"d"``; see `SparseAttention`.
 
     Raises
     ------
@@ -81,6 +83,7 @@ def attach(
             hysteresis=hysteresis,
             plan=plan,
             recalibrate=recalibrate,
+            sync=sync,
         )
         on_error.callback(engine.close)
         cache = attach_engine(model, engine)
