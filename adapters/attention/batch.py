@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tierstore import kernels
-from tierstore.adapters.attention import attended, exact
+from tierstore.adapters.attention import attended, exact, sync
 from tierstore.adapters.attention.capacity import (
     fit_middle_tiers,
     fit_top_tier,
@@ -16,13 +16,6 @@ from tierstore.adapters.attention.capacity import (
 )
 from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.planning import live_plan
-from tierstore.adapters.attention.sync import (
-    bring_layer,
-    expect_near,
-    fit_dram,
-    fit_page_cache,
-    stalls_of,
-)
 from tierstore.adapters.attention.warm_up import WarmUp
 from tierstore.arrays import as_array
 from tierstore.indexers import IndexShape
@@ -36,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.adapters.attention.sync import SyncLevel
-    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Selection, Tier
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids, Pointers, Tier
     from tierstore.kernels.element import Array
     from tierstore.layout import BlockLayout
     from tierstore.policies.profile import Amounts
@@ -102,7 +94,7 @@ class Batch:
             Layer(geometry, preset, self.store, preset.index(index_shape), device_memory, sequences)
             for _ in range(geometry.layers)
         ]
-        self._warm_up = WarmUp(self.store, preset.ranking, self.layers)
+        self._warm_up = WarmUp(self.store, preset, self.layers, scale)
         reserve_backing(self.store, rows * blocks)
         if rules.sync is None:
             fit_middle_tiers(self.store, rows * blocks)
@@ -189,10 +181,9 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        homes = None if last is None else self._homes(number, sealed, last)
+        homes = None if last is None else self._warm_up.homes(number, sealed, last)
         layer.store_tokens(sealed, homes)
-        if number == len(self.layers) - 1:
-            self._warm_up.finish(sequence)
+        self._warm_up.after(number, sequence)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
@@ -226,13 +217,8 @@ class Batch:
         if rules.sync is None:
             fit_middle_tiers(self.store, blocks)
         else:
-            self._fit_dram(rules.sync, self._per_head(stored))
-
-    def _fit_dram(self, level: SyncLevel, stored: Amounts) -> None:
-        stalls = self.rules.stalls
-        each = np.ones_like(stored) if stalls is None else stalls[:, None] + np.zeros_like(stored)
-        most = stored.astype(np.int64).reshape(-1)
-        fit_dram(self.store, level, self._segments(), each.reshape(-1), most)
+            stored = self._per_head(stored).astype(np.int64)
+            sync.fit_dram(self.store, rules.sync, self._segments(), rules.stalls, stored)
 
     def _segments(self) -> Ids:
         """Segments of all layers: (layer, sequence, KV head), the last changing fastest."""
@@ -243,20 +229,10 @@ class Batch:
         shape = len(self.layers), len(per_sequence), self.layers[0].heads
         return np.broadcast_to(per_sequence[:, None].astype(np.float64), shape)
 
-    def _homes(self, number: int, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
-        """The tier where each sealed block gets its first copy beside the backing one."""
-        if self.store.backing == 0:
-            return None
-        strip, _ = self.layers[number].strip(sealed.sequence)
-        weight = exact.importance(
-            last, sealed.keys, strip, self.rules.preset.block_tokens, self.scale
-        )
-        return self._warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
-
     def stalls(self) -> Amounts:
         """How often each head had to wait for the disk, float64 [layers, KV heads]."""
         shape = len(self.layers), -1, self.layers[0].heads
-        stalls: Amounts = stalls_of(self.store, self._segments()).reshape(shape).sum(1)
+        stalls: Amounts = sync.stalls_of(self.store, self._segments()).reshape(shape).sum(1)
         return stalls
 
     # One new token per sequence
@@ -322,7 +298,7 @@ class Batch:
         self._fetched = fetched if self._has_blocks else None
         self._full = layer.full_sequences(self._keep)
         if self.rules.sync is not None:
-            fit_page_cache(self.store)
+            sync.fit_page_cache(self.store)
 
     def _recalibrate(self) -> None:
         """Once enough steps were counted, share the windows out by what they selected."""
@@ -345,7 +321,8 @@ class Batch:
         if self.rules.on_selection is not None:
             self.rules.on_selection(number, layer.blocks, selection)
         longest = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
-        self._before_fetch(layer, selection)
+        if self.rules.sync is not None:
+            sync.before_fetch(self.store, self.rules.sync, layer, selection, self._scratch)
         # A visit pins blocks, so the work space must be there before: taking it may move some.
         self._take_work_space(layer, max(longest, self._most_residents))
         partial: torch.Tensor | None = None
@@ -360,16 +337,6 @@ class Batch:
             self._note(number, visit, is_first=i == 0)
         if partial is not None:
             out.copy_(partial)
-
-    def _before_fetch(self, layer: Layer, selection: Selection) -> None:
-        """What the sync level does once a layer has selected."""
-        level = self.rules.sync
-        if level is None:
-            return
-        if level.reads_layers:
-            bring_layer(self.store, layer.segments, self._scratch)
-        if level.expects:
-            expect_near(self.store, selection, layer.segments, layer.blocks)
 
     def _attend(
         self, layer: Layer, query: Array, visit: Visit, out: torch.Tensor, *, merge: bool
