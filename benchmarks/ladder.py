@@ -184,7 +184,8 @@ def _measures(climbs: dict[str, Climb]) -> dict[str, Measure]:
 
 def _reload_notes(captures: Sequence[Capture], tokens: int, layers: Sequence[int]) -> list[str]:
     """How the long context's reloads differ from the captured one's, and from those measured."""
-    own, long = [], []
+    own: list[Amounts] = []
+    long: list[Amounts] = []
     for seen in captures:
         for target, count in ((own, seen.prompt_tokens), (long, tokens)):
             found = reloads(seen, resampled_blocks(seen, count, 0), layers)

@@ -125,13 +125,17 @@ def selected(trace: AttentionTrace) -> Iterator[tuple[Ids, Ids]]:
 
 
 def missed(trace: AttentionTrace) -> Iterator[tuple[Ids, Ids]]:
-    """Those that a window of each segment does not have, the least recently used leaving it."""
-    last: npt.NDArray[np.int64] = np.full((trace.segments, trace.unit_of.shape[1]), -1)
+    """Those that a window of each segment does not have, the least recently used leaving it.
+
+    Among those of one step the one with the lowest number leaves first.
+    """
+    width = trace.unit_of.shape[1]
+    last: npt.NDArray[np.int64] = np.full((trace.segments, width), -1)
     capacity = int(WINDOW * trace.counts.max())
     for step, (rows, ids) in enumerate(selected(trace)):
         new = last[rows, ids] < 0
         yield rows[new], ids[new]
-        last[rows, ids] = step
+        last[rows, ids] = step * width + ids
         if capacity < last.shape[1]:
             oldest = np.argpartition(-last, capacity, axis=1)[:, capacity:]
             np.put_along_axis(last, oldest, -1, 1)

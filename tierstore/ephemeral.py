@@ -31,7 +31,7 @@ class PrivateDirectory:
     def __init__(self, parent: str | Path, *, keep: bool = False) -> None:
         self._made_parent = _make(Path(parent))
         self._parent = Path(parent).absolute()
-        self._keep = keep
+        self.is_kept = keep
         self._owner = os.getpid()
         self._is_closed = False
         reap(self._parent)
@@ -53,7 +53,7 @@ class PrivateDirectory:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        if self._keep:
+        if self.is_kept:
             return
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

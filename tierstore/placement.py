@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierstore.interfaces import Bytes, Pointers, Scores
+from tierstore.interfaces import Bytes, Ids, Pointers, Scores
 
 RANKINGS = ("head", "layer", "global", "recency", "none")
 """By whose attention blocks are ranked.
@@ -49,7 +49,7 @@ def assign_homes(importance: Scores, room: Sequence[int | Pointers]) -> Bytes:
     return homes
 
 
-def packing_order(clusters: Pointers) -> Pointers:
+def packing_order(clusters: Ids | Pointers) -> Pointers:
     """Permutations [R, n] that put the blocks of each cluster side by side, the first ones first.
 
     clusters: int [R, n], the cluster of each block. A cluster stands where its first block would.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.adapters.attention import exact
+from tierstore.adapters.attention import exact, sync
 from tierstore.adapters.attention.admission import check_room
 from tierstore.adapters.attention.attending import Attending, nothing
 from tierstore.adapters.attention.capacity import fit_middle_tiers, reserve_backing
@@ -18,7 +18,6 @@ from tierstore.adapters.attention.places import Places
 from tierstore.adapters.attention.sharing import Sharing
 from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.adapters.attention.stages import Stages
-from tierstore.adapters.attention.sync import Sync, fit_page_cache
 from tierstore.adapters.attention.warm_up import WarmUp
 from tierstore.arrays import as_array
 from tierstore.below import can_stay
@@ -98,7 +97,7 @@ class Batch:
             )
             for _ in range(geometry.layers)
         ]  # fmt: skip
-        self.warm_up = WarmUp(self.store, preset.ranking, self.layers)
+        self.warm_up = WarmUp(self.store, preset, self.layers, scale)
         reserve_backing(self.store, rows * int(blocks.sum()))
         if rules.sync is None:
             fit_middle_tiers(self.store, rows * int(blocks.sum()))
@@ -112,7 +111,7 @@ class Batch:
         memories = device_memory, self.store.memory
         self._stages = kind(self.store, rules, self._attending, self.layers, memories)
         if rules.sync is not None:
-            self._stages.sync = Sync(self.store, rules.sync, self._scratch)
+            self._stages.sync = sync.Sync(self.store, rules.sync, self._scratch)
 
     def settle(self) -> None:
         """Return when nothing is under way any more; raise what went wrong with it."""
@@ -229,26 +228,15 @@ class Batch:
                 0, (geometry.kv_heads, geometry.group)
             )
         self._index(number, sealed, last)
-        homes = None if last is None else self._homes(number, sealed, last)
+        homes = None if last is None else self.warm_up.homes(number, sealed, last)
         layer.store_tokens(sealed, homes)
-        if number == len(self.layers) - 1:
-            self.warm_up.finish(sequence)
+        self.warm_up.after(number, sequence)
 
     def _index(self, number: int, sealed: Sealed, last: torch.Tensor | None) -> None:
         layer = self.layers[number]
         first_block = int(layer.blocks[layer.rows(sealed.sequence)][0])
         layer.index_tokens(sealed, IndexContext(first_block, last))
         self.sharing.index_grew(layer, sealed, self._device_memory)
-
-    def _homes(self, number: int, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
-        """The tier where each sealed block gets its first copy beside the backing one."""
-        if self.store.backing == 0:
-            return None
-        strip, _ = self.layers[number].strip(sealed.sequence)
-        weight = exact.importance(
-            last, sealed.keys, strip, self.rules.preset.block_tokens, self.scale
-        )
-        return self.warm_up.homes(number, sealed.sequence, weight.cpu().numpy())
 
     # One new token per sequence
 
@@ -333,7 +321,7 @@ class Batch:
         if self._stages.places is None and self.rules.attend_where != "fetch":
             self._stages.places = self._make_places()
         if self.rules.sync is not None:
-            fit_page_cache(self.store)
+            sync.fit_page_cache(self.store)
 
     def _make_places(self) -> Places | None:
         """Who attends to blocks where they lie, if they can be read there."""

@@ -87,7 +87,7 @@ class TierStack:
             if directory is not None:
                 blocks = directory.path / "blocks"
                 behind: Tier
-                if sync is not None and not sync.is_direct:
+                if sync is not None and not sync.is_direct and dram is not None:
                     behind = PagedTier(layout, blocks, parse_size(dram, "dram"))
                 elif sync is not None:
                     behind = FileTier(layout, blocks, extent_bytes=_DIRECT_EXTENT)
@@ -107,11 +107,14 @@ class TierStack:
                 tier.memory.clear()
 
     def close(self) -> None:
-        """Close the tiers and remove their directory."""
-        for tier in reversed(self.tiers):
-            tier.close()
-        if self._directory is not None:
-            self._directory.close()
+        """Close the tiers and remove their directory, or what is to stay is on disk."""
+        with ExitStack() as closing:
+            if self._directory is not None:
+                closing.callback(self._directory.close)
+            for tier in self.tiers:
+                closing.callback(tier.close)
+            if self._directory is not None and self._directory.is_kept and self.tiers:
+                self.tiers[-1].sync()
 
 
 def stack_for(

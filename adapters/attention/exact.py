@@ -90,4 +90,5 @@ def importance(
     to_strip = to_strip.masked_fill(position > seen_last[:, None], -torch.inf).flatten(1, 2)
     logits = torch.cat([to_strip, (flat @ key.transpose(1, 2)).float()], -1) * scale
     mass = logits.softmax(-1)[..., tokens:].sum(1)
-    return mass.unflatten(-1, (-1, block_tokens)).sum(-1)
+    of_blocks: torch.Tensor = mass.unflatten(-1, (-1, block_tokens)).sum(-1)
+    return of_blocks

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.lanes import Lanes
     from tierstore.adapters.attention.layer import Layer, Sealed
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.adapters.attention.sync import SyncLevel
     from tierstore.interfaces import Ids, Pointers
     from tierstore.memory import Memory
     from tierstore.policies.profile import Amounts, ReuseProfile
@@ -118,17 +117,12 @@ class Sharing:
         lanes = np.broadcast_to(np.flatnonzero(live)[:, None], useful.shape).reshape(-1)
         fit_top_tier(self._store, self._segments(), wanted, index_to_come, lanes)
         if rules.sync is not None:
-            self._fit_dram(rules.sync, self._per_head(stored))
+            blocks = self._per_head(stored).astype(np.int64)
+            fit_dram(self._store, rules.sync, self._segments(), rules.stalls, blocks)
             return
         tokens = int(self.lanes.tokens.sum())
-        blocks = tokens // rules.preset.block_tokens * heads * len(self._layers)
-        fit_middle_tiers(self._store, blocks)
-
-    def _fit_dram(self, level: SyncLevel, stored: Amounts) -> None:
-        stalls = self._rules.stalls
-        each = np.ones_like(stored) if stalls is None else stalls[:, None] + np.zeros_like(stored)
-        most = stored.astype(np.int64).reshape(-1)
-        fit_dram(self._store, level, self._segments(), each.reshape(-1), most)
+        each = tokens // rules.preset.block_tokens
+        fit_middle_tiers(self._store, each * heads * len(self._layers))
 
     def stalls(self) -> Amounts:
         """How often each head had to wait for the disk, float64 [layers, KV heads]."""

@@ -121,7 +121,7 @@ def stalls_of(store: BlockStore, segments: Ids) -> Amounts:
     pages, _ = page_range(np.arange(len(owners), dtype=np.int32), store.layout.block_bytes)
     waits = disk.waits[pages].astype(np.float64) * (owners >= 0)
     counted = np.bincount(np.maximum(owners, 0), waits, minlength=int(segments.max()) + 1)
-    stalls: Amounts = counted[segments]
+    stalls: Amounts = counted[segments].astype(np.float64)
     return stalls
 
 
@@ -133,12 +133,15 @@ def mapped(store: BlockStore) -> PagedTier | None:
 
 
 def fit_dram(
-    store: BlockStore, level: SyncLevel, segments: Ids, stalls: Amounts, most: Pointers
+    store: BlockStore, level: SyncLevel, segments: Ids, stalls: Amounts | None, stored: Pointers
 ) -> None:
-    """Divide DRAM into slots of each segment, by how much it stalls, and page cache.
+    """Divide DRAM into slots of each segment, by how much its head stalls, and page cache.
 
-    stalls: [S] >= 0, how often each segment had to wait. most: [S] blocks that it could use.
+    segments: those of int64 stored [layers, sequences, KV heads], the blocks of each. stalls:
+    [layers, KV heads] >= 0; None for alike.
     """
+    most = stored.reshape(-1)
+    weights = np.ones(stored.shape) if stalls is None else np.zeros(stored.shape) + stalls[:, None]
     dram, memory = store.tiers[1], store.tiers[1].memory
     assert memory is not None
     if level.pinned:
@@ -146,7 +149,7 @@ def fit_dram(
         slots = min(store.limit(1), room // store.layout.block_bytes, int(most.sum()))
         if slots > dram.capacity:
             store.resize(1, slots)
-        store.set_quota(segments, share_out(slots, stalls, most), 1)
+        store.set_quota(segments, share_out(slots, weights.reshape(-1), most), 1)
     fit_page_cache(store)
 
 
@@ -180,20 +183,25 @@ def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:
 
 
 def bring_layer(store: BlockStore, segments: Ids, scratch: Scratch) -> None:
-    """Read all blocks of `segments`, which have equally many, piece by piece into `scratch`."""
+    """Read all blocks of `segments`, piece by piece into `scratch`."""
     started = perf_counter()
-    rows, blocks = len(segments), int(store.space.blocks[segments[0]])
+    blocks = store.space.blocks[segments]
+    numbers = [np.arange(count, dtype=np.int32) for count in blocks.tolist()]
+    store.expect(np.repeat(segments, blocks), np.concatenate(numbers))
     nbytes = min(_PIECE_BYTES, store.memory.limit_bytes // _PIECE_SHARE)
-    shape = max(rows, nbytes // store.layout.block_bytes), store.layout.block_bytes
+    shape = max(len(segments), nbytes // store.layout.block_bytes), store.layout.block_bytes
     staging: Bytes = scratch.array("layer", shape, np.uint8)
-    numbers = np.tile(np.arange(blocks, dtype=np.int32), rows)
-    store.expect(np.repeat(segments, blocks), numbers)
-    each = len(staging) // rows
+    for count in np.unique(blocks).tolist():
+        _read_pieces(store, segments[blocks == count], count, staging)
+    store.metrics.fetch_seconds += perf_counter() - started
+
+
+def _read_pieces(store: BlockStore, segments: Ids, blocks: int, staging: Bytes) -> None:
+    each = len(staging) // len(segments)
     for first in range(0, blocks, each):
         count = min(each, blocks - first)
-        out = staging[: rows * count].reshape(rows, count, -1)
+        out = staging[: len(segments) * count].reshape(len(segments), count, -1)
         store.read(segments, first, count, out)
-    store.metrics.fetch_seconds += perf_counter() - started
 
 
 def expect_near(store: BlockStore, selection: Selection, segments: Ids, blocks: Ids) -> None:

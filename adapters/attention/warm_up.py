@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.adapters.attention.exact import importance
 from tierstore.placement import assign_homes, pooled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.attention.layer import Layer
+    import torch
+
+    from tierstore.adapters.attention.layer import Layer, Sealed
+    from tierstore.adapters.presets import Preset
     from tierstore.interfaces import Bytes, Ids, Pointers, Scores
     from tierstore.store import BlockStore
 
@@ -23,35 +27,43 @@ class WarmUp:
     the backing tier, and then each sequence's are promoted at once.
     """
 
-    def __init__(self, store: BlockStore, ranking: str, layers: Sequence[Layer]) -> None:
-        self._store, self._ranking, self._layers = store, ranking, layers
+    def __init__(
+        self, store: BlockStore, preset: Preset, layers: Sequence[Layer], scale: float
+    ) -> None:
+        self._store, self._layers = store, layers
+        self._ranking, self._block_tokens = preset.ranking, preset.block_tokens
+        self._scale = scale
         self._sums: dict[int, Scores] = {}
         """For each sequence on its way, importance [1, 1, n] summed over the layers so far."""
 
-    def homes(self, number: int, sequence: int, importance: Scores) -> Bytes:
+    def homes(self, number: int, sealed: Sealed, last: torch.Tensor) -> Bytes | None:
         """The tier uint8 [H, n] where each new block of a layer gets its first copy for now.
 
-        importance: float32 [H, n], attention to each of the blocks.
+        last: [H, G, w, d], the queries of the last tokens. None where there is one tier only.
         """
-        store, layer = self._store, self._layers[number]
-        nowhere: Bytes = np.full(importance.shape, store.backing, np.uint8)
+        store, layer, sequence = self._store, self._layers[number], sealed.sequence
+        if store.backing == 0:
+            return None
+        shape = layer.heads, sealed.keys.shape[1] // self._block_tokens
         if self._ranking == "none":
-            return nowhere
+            return np.full(shape, store.backing, np.uint8)
+        strip, _ = layer.strip(sequence)
+        mass = importance(last, sealed.keys, strip, self._block_tokens, self._scale).cpu().numpy()
         if self._ranking == "global":
-            self._add(number, sequence, importance)
-            return nowhere
-        ranked = pooled(importance[None], self._ranking)[0]
+            self._add(number, sequence, mass)
+            return np.full(shape, store.backing, np.uint8)
+        ranked = pooled(mass[None], self._ranking)[0]
         return assign_homes(ranked, self.room(layer.segments[layer.rows(sequence)]))
 
-    def _add(self, number: int, sequence: int, importance: Scores) -> None:
-        mine = pooled(importance[None], "global")[:, :1]
+    def _add(self, number: int, sequence: int, mass: Scores) -> None:
+        mine = pooled(mass[None], "global")[:, :1]
         self._sums[sequence] = mine if number == 0 else self._sums[sequence] + mine
 
-    def finish(self, sequence: int) -> None:
-        """The last layer's blocks are stored: promote those of all layers that had to wait."""
-        sums = self._sums.pop(sequence, None)
-        if sums is None:
+    def after(self, number: int, sequence: int) -> None:
+        """A layer's blocks are stored; with the last one's, promote those that had to wait."""
+        if number < len(self._layers) - 1 or sequence not in self._sums:
             return
+        sums = self._sums.pop(sequence)
         segments = np.concatenate([layer.segments[layer.rows(sequence)] for layer in self._layers])
         ranked = np.broadcast_to(sums[0], (len(segments), sums.shape[2]))
         layer = self._layers[0]

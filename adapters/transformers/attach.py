@@ -50,6 +50,7 @@ def attach(
     timeline: Timeline | None = None,
     attend_where: str = "fetch",
     hardware: Hardware | None = None,
+    sync: str | None = None,
     prefixes: str | Path | KeyedStore | Prefixes | None = None,
 ) -> TierCache:
     """Let `model` generate with its keys and values in tiers.
@@ -78,6 +79,7 @@ def attach(
     timeline: notes when each stage and each transfer runs.
     attend_where: what happens to a selected block that is not in the fast tier: ``"fetch"``,
         ``"in-tier"``, or ``"auto"``, whichever costs less by the rates of `hardware`.
+    sync: how blocks come from disk, ``"a"`` to ``"d"``; see `SparseAttention`.
     prefixes: where prompts that were computed are kept: a directory, an open `KeyedStore`, or
         `Prefixes`. Of a text that begins like one of them the beginning is loaded, and a call
         returns logits and hidden states of the rest only, at least of two tokens.
@@ -110,6 +112,7 @@ def attach(
             micro_batch=micro_batch,
             attend_where=attend_where,
             hardware=hardware,
+            sync=sync,
         )
         engine.watch(timeline)
         on_error.callback(engine.close)

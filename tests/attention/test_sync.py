@@ -74,6 +74,43 @@ def test_layers_are_read_whole_at_level_a_only(tmp_path: Path) -> None:
     assert read["a"] > 0.6 * stored > 3 * read["c"]
 
 
+@pytest.mark.parametrize("level", ["a", "b", "c", "d"])
+def test_sequences_may_differ_in_length(level: str, tmp_path: Path) -> None:
+    geometry = small(layers=1)
+    story = Story(geometry, sequences=2)
+    engine = SparseAttention(
+        geometry, budget=1.0, disk=tmp_path / "kv", sync=level, **LIMITS
+    )  # fmt: skip
+    query, key, value = story.tell(0, 300)
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    valid[0, :130] = False
+    engine.attend(0, query, key, value, valid=valid, scale=SCALE)
+    query, key, value = story.tell(0, 1)
+    out = engine.attend(0, query, key, value, scale=SCALE)
+    for row, first in ((0, 130), (2, 0)):
+        expected = story.attention(0, row, query, list(range(first, 301)))
+        found = out[row // 2, 0, :3].double().numpy()
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    engine.close()
+
+
+def test_what_is_kept_is_on_disk_when_the_engine_is_closed(tmp_path: Path) -> None:
+    story = Story(small(), sequences=1)
+    engine = prefilled(
+        "kvdrive", story, 300, dram="2MiB", disk=tmp_path / "kv", keep=True, budget=0.1
+    )
+    segment = np.zeros(1, np.int32)
+    count = int(engine.store.space.blocks[0])
+    out = np.zeros((1, count, engine.store.layout.block_bytes), np.uint8)
+    engine.store.read(segment, 0, count, out)
+    engine.close()
+    (file,) = (tmp_path / "kv").glob("*/blocks")
+    stored = np.fromfile(file, np.uint8)
+    size = engine.layout.block_bytes
+    on_disk = {row.tobytes() for row in stored[: len(stored) // size * size].reshape(-1, size)}
+    assert {block.tobytes() for block in out[0]} <= on_disk
+
+
 def test_dram_is_one_limit_for_slots_tables_and_pages(tmp_path: Path) -> None:
     story = Story(small(), sequences=1)
     engine = engine_at("d", story, tmp_path)

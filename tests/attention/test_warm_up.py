@@ -14,6 +14,7 @@ from tierstore.adapters.presets import PRESETS, Preset
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -37,10 +38,12 @@ def importance(story: Story, queries: list[np.ndarray], observation: int) -> np.
     return found
 
 
-def started(rules: Preset, folder: Path, **limits: str) -> tuple[SparseAttention, np.ndarray]:
+def started(rules: Preset, folder: Path) -> tuple[SparseAttention, np.ndarray]:
     """An engine after its prompt, and the importance of its blocks."""
     story, queries = Story(small(), sequences=1), []
-    engine = SparseAttention(story.geometry, preset=rules, budget=0.1, disk=folder / "kv", **limits)
+    engine = SparseAttention(
+        small(), preset=rules, budget=0.1, fast="500KiB", dram="200KiB", disk=folder / "kv"
+    )
     for layer in range(2):
         query, key, value = story.tell(layer, TOKENS)
         queries.append(query.double().numpy())
@@ -61,7 +64,7 @@ def best(ranked: np.ndarray, count: np.ndarray) -> np.ndarray:
     return rank < count[..., None]
 
 
-RANKED = {
+RANKED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "head": lambda mass: mass,
     "layer": lambda mass: np.broadcast_to(mass.sum(1, keepdims=True), mass.shape),
     "global": lambda mass: np.broadcast_to(mass.sum((0, 1), keepdims=True), mass.shape),
@@ -75,7 +78,7 @@ def test_the_best_blocks_of_a_ranking_start_on_top(
     ranking: str, observation: int, tmp_path: Path
 ) -> None:
     rules = replace(PRESETS["exact"], ranking=ranking, observation=observation)
-    engine, mass = started(rules, tmp_path, fast="500KiB", dram="200KiB")
+    engine, mass = started(rules, tmp_path)
     quota = engine.store.quota(np.arange(4, dtype=np.int32)).reshape(2, 2)
     assert 0 < quota.min() <= quota.max() < BLOCKS
     ranked = RANKED[ranking](mass)
@@ -90,7 +93,7 @@ def test_the_best_blocks_of_a_ranking_start_on_top(
 
 def test_nothing_starts_above_where_nothing_is_ranked(tmp_path: Path) -> None:
     rules = replace(PRESETS["exact"], ranking="none")
-    engine, _ = started(rules, tmp_path, fast="500KiB", dram="200KiB")
+    engine, _ = started(rules, tmp_path)
     assert not places(engine, 0).any()
     assert not places(engine, 1).any()
     engine.close()

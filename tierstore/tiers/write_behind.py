@@ -213,6 +213,8 @@ class WriteBehindTier(Tier):
 
     def _flush(self) -> None:
         """Return when nothing waits; raise what a piece was refused with."""
+        if os.getpid() != self._process:
+            return
         self._raise_error()
         with self._changed:
             self._changed.wait_for(lambda: not self._workers)
