@@ -7,6 +7,7 @@ the rest is shared: growth, scoring, selection, state.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
@@ -200,7 +201,8 @@ class ScoringIndex(Index):
     def extend(
         self, rows: slice, keys: torch.Tensor, values: torch.Tensor, context: IndexContext
     ) -> None:
-        if not bool(torch.isfinite(keys).all()):
+        # The sum takes a quarter of the time, and settles it unless it overflows.
+        if not math.isfinite(keys.sum(dtype=torch.float32)) and not torch.isfinite(keys).all():
             raise ConfigError(
                 f"keys {tuple(keys.shape)} with NaN or infinity: expected finite numbers; no index "
                 "can rank them, and the attention over them is as broken"

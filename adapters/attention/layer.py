@@ -151,11 +151,9 @@ class Layer:
         blocks = sealed.keys.shape[1] // size
         layout = self._store.layout
         per_part = (sealed.keys, sealed.values)
-        pieces = [part.unflatten(1, (blocks, size)).flatten(0, 1) for part in per_part]
+        pieces = [part.unflatten(1, (blocks, size)) for part in per_part]
         packed = layout.pack(dict(zip(("k", "v"), pieces, strict=True))).cpu().numpy()
-        self._store.append(
-            self.segments[rows], packed.reshape(self.heads, blocks, layout.block_bytes), home=home
-        )
+        self._store.append(self.segments[rows], packed, home=home)
         self.blocks[rows] += blocks
 
     def sealed(self, tokens: int) -> int:
