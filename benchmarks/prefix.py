@@ -21,6 +21,7 @@ from tierstore.adapters.generate import TierOptions, next_logits
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.adapters.transformers import attach_engine, geometry_of
 from tierstore.adapters.transformers.prefixes import fingerprint
+from tierstore.adapters.transformers.profile import profile_of
 from tierstore.benchmarks import fio
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.keyed import full_segments
@@ -136,7 +137,7 @@ class _Course:
         self._kv = kv_bytes(loaded.model, len(text))
         self._dram = 3 * self._kv + (64 << 20)
         self._prefixes = Prefixes(folder, disk=2 * self._kv + (256 << 20))
-        self._own = self._prefixes.of(fingerprint(loaded.model.get_decoder()))
+        self._own = self._prefixes.of(fingerprint(profile_of(loaded.model).decoder))
         self.loaded_tokens = 0
 
     @property

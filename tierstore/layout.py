@@ -124,10 +124,23 @@ class BlockLayout:
         return spans
 
     def pack(self, blocks: Blocks) -> torch.Tensor:
-        """Bytes uint8 [n, block_bytes] of the stored parts in `blocks`."""
-        stored = [blocks[part.name] for part in self.parts if part.is_stored]
-        rows = [values.flatten(1).contiguous().view(torch.uint8) for values in stored]
-        return torch.cat(rows, 1)
+        """Bytes uint8 [..., block_bytes] of the stored parts in `blocks`, each [..., *its shape].
+
+        Each element is copied once, wherever it stands.
+        """
+        stored = [part for part in self.parts if part.is_stored]
+        lead = blocks[stored[0].name].shape[: -len(stored[0].shape)]
+        device = blocks[stored[0].name].device
+        packed = torch.empty((*lead, self.block_bytes), dtype=torch.uint8, device=device)
+        for part in stored:
+            start = self.offset(part.name)
+            room = packed[..., start : start + part.nbytes]
+            source = blocks[part.name]
+            if start % part.dtype.itemsize or self.block_bytes % part.dtype.itemsize:
+                room.copy_(source.flatten(len(lead)).contiguous().view(torch.uint8))
+            else:
+                room.view(part.dtype).unflatten(-1, part.shape).copy_(source)
+        return packed
 
     def unpack(self, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         """Values of every part, rebuilt ones included, from bytes uint8 [n, block_bytes]."""

@@ -96,8 +96,8 @@ def save_segments(
         rows = _rows(cache, store.layout, len(segments), count)
         inside = max(0, min(stored - start * each, count * each))
         if inside:
-            own = np.ascontiguousarray(rows[:, :inside])
-            store.read(segments, start * each, inside, blocks, own)
+            targets: Ids = np.ascontiguousarray(rows[:, :inside])
+            store.read(segments, start * each, inside, blocks, targets)
         if tail is not None and inside < count * each:
             behind = start * each + inside - stored
             blocks[rows[:, inside:]] = tail[:, behind : behind + count * each - inside]

@@ -83,12 +83,13 @@ def importance(
     The attention mass [Hkv, n / block_tokens], summed over queries and tokens.
     """
     window, tokens = query.shape[2], strip.shape[1]
-    flat = query.flatten(1, 2)
-    to_strip = (flat @ strip.transpose(1, 2)).float().unflatten(1, (-1, window))
+    # In float32, a CPU is done in half the time that 16 bits and their conversion take.
+    flat = query.flatten(1, 2).float() * scale
+    to_strip = (flat @ strip.float().transpose(1, 2)).unflatten(1, (-1, window))
     position = torch.arange(tokens, device=query.device)
     seen_last = torch.arange(tokens - window, tokens, device=query.device)
     to_strip = to_strip.masked_fill(position > seen_last[:, None], -torch.inf).flatten(1, 2)
-    logits = torch.cat([to_strip, (flat @ key.transpose(1, 2)).float()], -1) * scale
+    logits = torch.cat([to_strip, flat @ key.float().transpose(1, 2)], -1)
     mass = logits.softmax(-1)[..., tokens:].sum(1)
     of_blocks: torch.Tensor = mass.unflatten(-1, (-1, block_tokens)).sum(-1)
     return of_blocks

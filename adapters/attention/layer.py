@@ -157,12 +157,12 @@ class Layer:
         blocks = sealed.keys.shape[1] // size
         layout = self._store.layout
         per_part = (sealed.keys, sealed.values)
-        pieces = [part.unflatten(1, (blocks, size)).flatten(0, 1) for part in per_part]
+        pieces = [part.unflatten(1, (blocks, size)) for part in per_part]
         packed = layout.pack(dict(zip(("k", "v"), pieces, strict=True))).cpu().numpy()
         clusters = self.index.clusters(rows, int(self.blocks[rows][0]))
         self._store.append(
             self.segments[rows],
-            packed.reshape(self.heads, blocks, layout.block_bytes),
+            packed,
             home=home,
             order=None if clusters is None else packing_order(clusters),
         )

@@ -214,9 +214,7 @@ def _saved(batch: Batch, rules: Rules, sequence: int) -> SavedText:
     blocks = max(0, key.shape[2] - sinks) // size
     behind = slice(sinks, sinks + blocks * size)
     layout = batch.store.layout
-    pieces = [
-        part[:, :, behind].unflatten(2, (blocks, size)).flatten(0, 2) for part in (key, value)
-    ]
+    pieces = [part[:, :, behind].unflatten(2, (blocks, size)) for part in (key, value)]
     packed = layout.pack(dict(zip(("k", "v"), pieces, strict=True))).cpu().numpy()
     return SavedText(
         scale=batch.scale,

@@ -21,6 +21,7 @@ from tiny_models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
+from tierstore.adapters.attention.prefixes import Prefixes
 from tierstore.adapters.cli import json_file, main
 from tierstore.adapters.cli.outcome import Outcome
 from tierstore.adapters.cli.text import visible
@@ -154,6 +155,7 @@ RECORD: dict[str, object] = {
     "model": {"name": TEXT, "device": TEXT, "dtype": TEXT},
     "question": TEXT,
     "generation": GENERATION,
+    "loaded_tokens": INTEGER,
     "tiers": {
         "preset": TEXT,
         "budget": NUMBER,
@@ -231,6 +233,34 @@ def test_a_run_without_comparison_says_so_by_null(
     assert record["fact"] is None
     assert record["generation"]["decode_tokens_per_second"] is None
     assert len(record["generation"]["tokens"]) == 1
+
+
+def test_a_second_run_loads_what_the_first_one_computed(
+    call: Callable[..., tuple[int, str, str]],
+    model_directory: Path,
+    document: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defaults = Prefixes.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "disk", "32MiB")
+    target, place = document.parent / "run.json", document.parent / "prefixes"
+    options = ("--model", model_directory, "--max-new-tokens", "3", "--json", target)
+    records = []
+    for _ in range(2):
+        done = call("generate", "--document", document, *SMALL, *options, "--prefixes", place)
+        assert done[0::2] == (0, "")
+        records.append(json.loads(target.read_text()))
+    first, second = records
+    assert first["loaded_tokens"] == 0
+    assert second["loaded_tokens"] > 1_000
+    computed = second["generation"]["prompt_tokens"] - second["loaded_tokens"]
+    assert 2 <= computed < 66
+    assert (
+        f"prefixes: {second['loaded_tokens']:,} tokens of the prompt were loaded, {computed} "
+        "computed" in done[1]
+    )
+    assert second["generation"]["tokens"] == first["generation"]["tokens"]
 
 
 def test_on_a_terminal_progress_is_shown(model_directory: Path, document: Path) -> None:
