@@ -294,7 +294,7 @@ class Batch:
                 assert sealed is not None
                 self._index(number, sealed, None)
                 layer.store_tokens(sealed, None)
-            except Exception as error:  # noqa: BLE001 (`_end_late` raises it, or ends the lane)
+            except Exception as error:
                 self._late[lane] = error
 
     def _end_late(self, failures: Failures | None) -> None:

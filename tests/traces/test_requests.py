@@ -257,7 +257,7 @@ def test_generators_repeat_themselves_and_depend_on_their_seed() -> None:
     assert generators.scan(4).blocks.tolist() == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="requests=0: expected a whole number from 1"):
         generators.scan(0)
-    with pytest.raises(ConfigError, match=r"blocks=1\d+: expected a whole number from 1 to 1073741824"):
+    with pytest.raises(ConfigError, match=r"blocks=1\d+: expected .* from 1 to 1073741824"):
         generators.zipf(10, 10**13)
 
 
