@@ -560,12 +560,13 @@ class SparseAttention:
         """A step of the lanes of the running pass; `token` is query, key and value."""
         spread = self._spread
         spread.over(self._passes.lanes, len(batch.lanes), self.geometry.device)
-        rows = [spread.out(*each) for each in zip(("query", "key", "value"), token, strict=True)]
+        names = "query", "key", "value"
+        query, key, value = (spread.out(*each) for each in zip(names, token, strict=True))
         taking = spread.taking
         if valid is not None:
             taking = valid if taking is None else taking & spread.out("valid", valid)
         guess = None if next_query is None else spread.out("next query", next_query)
-        return spread.back(batch.step(layer, *rows, taking, guess, failed))
+        return spread.back(batch.step(layer, query, key, value, taking, guess, failed))
 
     def _stored(self) -> Batch:
         self._check_open()

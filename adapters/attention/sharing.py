@@ -13,6 +13,8 @@ from tierstore.adapters.attention.sync import fit_dram, stalls_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from tierstore.adapters.attention.lanes import Lanes
     from tierstore.adapters.attention.layer import Layer, Sealed
     from tierstore.adapters.attention.rules import Rules
@@ -53,7 +55,7 @@ class Sharing:
         """Blocks that a row of each lane may select, at least one and at most all."""
         return self.lanes.budgets(self._rules.preset.block_tokens)
 
-    def of_step(self, taking: Pointers) -> Ids:
+    def of_step(self, taking: npt.NDArray[np.bool_]) -> Ids:
         """Blocks that each row may select in a step of lanes `taking` [B]: int32 [layers, R]."""
         self._recalibrate()
         budgets = self._per_head(self.budgets())

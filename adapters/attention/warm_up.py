@@ -73,7 +73,7 @@ class WarmUp:
     def room(self, segments: Ids) -> list[int | Pointers]:
         """Blocks that the tiers above the backing one may take of each of `segments`."""
         store = self._store
-        used = [np.count_nonzero(store.quota(layer.segments)) for layer in self._layers]
+        used = [int((store.quota(layer.segments) > 0).sum()) for layer in self._layers]
         everyone = max(1, sum(used))
         return [
             store.quota(segments, level)
