@@ -66,7 +66,7 @@ def pack_codes(codes: Array, first: int, packed: Array) -> None:
     if backend_of(packed) != "numba":
         reference.pack_codes(codes, first, packed)
         return
-    cpu.pack(codes, first, packed)
+    cpu.pack_kernel(packed.shape[3])(codes, first, packed)
 
 
 def pq_logits(
