@@ -13,9 +13,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.table import Table
 
-from tierstore.benchmarks import kernel_bounds as bounds
 from tierstore.benchmarks.attention_cases import ATTENTION
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.index_upkeep import (
@@ -30,7 +30,8 @@ from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.rounds import Measure, Ratio, alternate
 from tierstore.benchmarks.scoring_cases import SCORING
 from tierstore.errors import ConfigError
-from tierstore.kernels.operations import cpu
+from tierstore.kernels.operations import backend_of
+from tierstore.kernels.threads import thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ _TURN = 4e-3
 
 def run(say: Say, *, repeat: int = 5, parts: str | None = None) -> Findings:
     """Measure some of `PARTS`; all by default."""
-    if cpu is None:
+    if backend_of(np.empty(0)) != "numba":
         raise ConfigError("kernels: Numba is missing, and its kernels are what is measured")
     chosen = PARTS if parts is None else tuple(parts.split(","))
     if not chosen or set(chosen) - set(PARTS):
@@ -122,7 +123,7 @@ def _measure(case: Case, rounds: int) -> tuple[Measure, str]:
         rounds,
         lambda number, latest: None,
     )
-    spread = bounds.threads()
+    spread = thread_count()
     moved = [sum(found[name][at] for name in moves) for at in range(rounds)]
     worked = [
         sum(each.share * found[name][at] for name, each in zip(work, case.work, strict=True))

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.kernels import reference
-from tierstore.kernels.operations import backend_of, cpu
+from tierstore.kernels.operations import backend_of
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
+
+try:
+    from tierstore.kernels import cpu
+except ImportError:  # As in `tierstore.kernels.operations`.
+    cpu = None  # type: ignore[assignment]
 
 __all__ = ["cluster_sums", "nearest_centroids", "pack_codes", "pq_logits"]
 
