@@ -22,7 +22,6 @@ from tierstore.indexers import (
     LSHIndex,
     PQIndex,
     ScoringIndex,
-    TokenClustersIndex,
     WeightedPQIndex,
 )
 from tierstore.interfaces import IndexContext
@@ -43,7 +42,6 @@ _DIM = 128
 _BUILT: Mapping[str, tuple[Callable[[IndexShape], ScoringIndex], int]] = {
     "weighted-pq": (WeightedPQIndex, 4),
     "hierarchical": (HierarchicalIndex, 4),
-    "token-clusters": (TokenClustersIndex, 4),
 }
 """By name: the index, and tokens of a block. The first one is preset best's, then kvdrive's."""
 _APPENDED: Mapping[str, tuple[Callable[[IndexShape], ScoringIndex], int]] = {
@@ -88,12 +86,10 @@ def build_measure(say: Say, rounds: int) -> Measure:
 
 def build_ratios(measure: str) -> list[Ratio]:
     """What building is of prefill."""
-    limits = {"weighted-pq": 0.05, "hierarchical": 0.05}
     return [
-        Ratio(f"time to build {name} / prefill", measure, name, _PREFILL,
-              at_most=limits.get(name))
+        Ratio(f"time to build {name} / prefill", measure, name, _PREFILL, at_most=0.05)
         for name in _BUILT
-    ]  # fmt: skip
+    ]
 
 
 def append_measure(say: Say, rounds: int) -> Measure:

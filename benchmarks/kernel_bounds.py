@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tierstore.benchmarks import kernel_loops as loops
-from tierstore.kernels.threads import over_rows, thread_count
+from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.interfaces import Ids
     from tierstore.kernels.element import Array
+
+try:
+    from tierstore.benchmarks import kernel_loops as loops
+except ImportError:  # Numba has no build for every Python; `run` then says so.
+    loops = None  # type: ignore[assignment]
 
 _SHARES = 16
 _ELEMENTS = 2048
@@ -107,11 +111,11 @@ def picks(amount: float) -> Work:
 def products(amount: float, length: int) -> Work:
     """Multiply-adds of float32 matrices, tile by tile."""
     left = np.ones((8, length), np.float32)
-    right = np.ones((length, loops.CHANNELS), np.float32)
-    out = np.empty((8, loops.CHANNELS), np.float32)
+    right = np.ones((length, loops.COLUMNS), np.float32)
+    out = np.empty((8, loops.COLUMNS), np.float32)
     return Work(
         "products", lambda: loops.products(left, right, out, 64),
-        amount / (8 * length * loops.CHANNELS * 64),
+        amount / (8 * length * loops.COLUMNS * 64),
     )  # fmt: skip
 
 
@@ -139,8 +143,3 @@ def scattered(vectors: Array, count: int) -> Work:
 def in_cache(run: Callable[[], object], share: float) -> Work:
     """The kernel itself on so little that it stays in a cache."""
     return Work("itself in a cache", run, share)
-
-
-def threads() -> int:
-    """As many as a kernel's rows are spread over."""
-    return thread_count()

@@ -147,3 +147,6 @@ def scattered(query, vectors, places, first, last):
 
 POINTS = LANES
 """Points of a turn of `comparisons`."""
+
+COLUMNS = CHANNELS
+"""Columns of a turn of `products`."""

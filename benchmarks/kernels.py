@@ -13,9 +13,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.table import Table
 
-from tierstore.benchmarks import kernel_bounds as bounds
 from tierstore.benchmarks.attention_cases import ATTENTION
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.index_upkeep import (
@@ -30,7 +30,8 @@ from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.rounds import Measure, Ratio, alternate
 from tierstore.benchmarks.scoring_cases import SCORING
 from tierstore.errors import ConfigError
-from tierstore.kernels.operations import cpu
+from tierstore.kernels.operations import backend_of
+from tierstore.kernels.threads import thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,13 +46,13 @@ REACHED, FASTER, PQ_SCAN_MS = 0.6, 4.0, 6.0
 _FASTER = ("dot_logits", "attend_blocks")
 _OURS, _PLAIN, _ATTAINABLE, _MOVED, _WORK = "ours", "torch", "attainable", "moved", "work"
 _LIMIT = "limit"
-_TURN = 4e-3
+_TURN = 2e-2
 """Seconds that a turn takes at least."""
 
 
 def run(say: Say, *, repeat: int = 5, parts: str | None = None) -> Findings:
     """Measure some of `PARTS`; all by default."""
-    if cpu is None:
+    if backend_of(np.empty(0)) != "numba":
         raise ConfigError("kernels: Numba is missing, and its kernels are what is measured")
     chosen = PARTS if parts is None else tuple(parts.split(","))
     if not chosen or set(chosen) - set(PARTS):
@@ -122,7 +123,7 @@ def _measure(case: Case, rounds: int) -> tuple[Measure, str]:
         rounds,
         lambda number, latest: None,
     )
-    spread = bounds.threads()
+    spread = thread_count()
     moved = [sum(found[name][at] for name in moves) for at in range(rounds)]
     worked = [
         sum(each.share * found[name][at] for name, each in zip(work, case.work, strict=True))
@@ -150,8 +151,8 @@ def _calls(run: Callable[[], object]) -> int:
 
 
 def _milliseconds(run: Callable[[], object], calls: int, number: int) -> float:
-    # What ran before left caches to itself.
-    run()
+    if calls > 1:  # What ran before left the caches to itself.
+        run()
     start = time.perf_counter()
     for _ in range(calls):
         run()

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.kernels import reference
-from tierstore.kernels.operations import backend_of, cpu
+from tierstore.kernels.operations import backend_of
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
+
+try:
+    from tierstore.kernels import cpu
+except ImportError:  # As in `tierstore.kernels.operations`.
+    cpu = None  # type: ignore[assignment]
 
 __all__ = ["cluster_sums", "nearest_centroids", "pack_codes", "pq_logits"]
 
@@ -66,7 +71,7 @@ def pack_codes(codes: Array, first: int, packed: Array) -> None:
     if backend_of(packed) != "numba":
         reference.pack_codes(codes, first, packed)
         return
-    cpu.pack(codes, first, packed)
+    cpu.pack_kernel(packed.shape[3])(codes, first, packed)
 
 
 def pq_logits(

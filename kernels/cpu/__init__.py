@@ -20,7 +20,7 @@ from tierstore.kernels.cpu.estimate import (
 from tierstore.kernels.cpu.graph import search_kernel, walk_kernel
 from tierstore.kernels.cpu.logits import dot_kernel, weigh_kernel
 from tierstore.kernels.cpu.low_rank import low_rank_kernel
-from tierstore.kernels.cpu.pq import lookup_kernel, pack
+from tierstore.kernels.cpu.pq import lookup_kernel, pack_kernel
 from tierstore.kernels.cpu.select import select
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "lookup_kernel",
     "low_rank_kernel",
     "nearest_kernel",
-    "pack",
+    "pack_kernel",
     "pack_signs",
     "pool",
     "rank_heads",

@@ -46,6 +46,26 @@ def _codes(builder, address, bits):
 
 
 @intrinsic(prefer_literal=True)
+def split_codes(typingctx, codes, words, bits):
+    """The words that hold one bit each of the codes of 64 tokens.
+
+    Addresses (intp): codes uint8 [64]; words int64 [bits]. bits is a constant.
+    """
+    width = bits.literal_value
+
+    def codegen(context, builder, signature, args):
+        own = _load(builder, args[0], 0, _BYTES)
+        for bit in range(width):
+            chosen = builder.and_(own, _splat(_BYTES, 1 << bit))
+            word = builder.bitcast(builder.icmp_unsigned("!=", chosen, _splat(_BYTES, 0)), _I64)
+            where = builder.add(args[1], ir.Constant(_I64, bit * 8))
+            builder.store(word, builder.inttoptr(where, _I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.none(codes, words, bits), codegen
+
+
+@intrinsic(prefer_literal=True)
 def sum_of_lookups(typingctx, codes, tables, steps, lows, out, stride, group, parts, bits):
     """For 64 tokens and `group` queries, ``out = sums of table entries * step + low``.
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.lookup import has_byte_permute, sum_of_lookups
+from tierstore.kernels.cpu.lookup import has_byte_permute, split_codes, sum_of_lookups
 from tierstore.kernels.cpu.scalar import FAST, widen
 
 LANES = 64
@@ -15,20 +15,46 @@ _LARGEST = np.float32(1e30)
 
 
 @njit(cache=True, nogil=True)
-def pack(codes, first, packed):
-    """Write codes of tokens from number `first` on; see `tierstore.kernels.pack_codes`."""
+def _pack_some(codes, start, stop, first, packed):
+    """Codes of some tokens of one row, bit by bit, into groups that have others too."""
     one = np.int64(1)
-    for row in range(codes.shape[0]):
-        for i in range(codes.shape[1]):
-            group, lane = divmod(first + i, LANES)
-            flag = one << np.int64(lane)
-            for part in range(codes.shape[2]):
-                code = codes[row, i, part]
-                for bit in range(packed.shape[3]):
-                    if (code >> bit) & 1:
-                        packed[row, group, part, bit] |= flag
-                    else:
-                        packed[row, group, part, bit] &= ~flag
+    for i in range(start, stop):
+        group, lane = divmod(first + i, LANES)
+        flag = one << np.int64(lane)
+        for part in range(codes.shape[1]):
+            code = codes[i, part]
+            for bit in range(packed.shape[2]):
+                if (code >> bit) & 1:
+                    packed[group, part, bit] |= flag
+                else:
+                    packed[group, part, bit] &= ~flag
+
+
+@lru_cache(maxsize=16)
+def pack_kernel(bits):
+    """Codes of so many bits into words; see `tierstore.kernels.pack_codes` for the contract."""
+
+    @njit(cache=True, nogil=True)
+    def pack(codes, first, packed):
+        own = np.empty(LANES, np.uint8)
+        words = np.empty(bits, np.int64)
+        n, parts = codes.shape[1], codes.shape[2]
+        start = min(n, -first % LANES)
+        groups = (n - start) // LANES
+        for row in range(codes.shape[0]):
+            _pack_some(codes[row], 0, start, first, packed[row])
+            for group in range(groups):
+                tokens = codes[row, start + group * LANES : start + (group + 1) * LANES]
+                target = packed[row, (first + start) // LANES + group]
+                for part in range(parts):
+                    for lane in range(LANES):
+                        own[lane] = tokens[lane, part]
+                    split_codes(own.ctypes.data, words.ctypes.data, bits)
+                    for bit in range(bits):
+                        target[part, bit] = words[bit]
+            _pack_some(codes[row], start + groups * LANES, n, first, packed[row])
+
+    return pack
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
