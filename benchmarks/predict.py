@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tierstore.benchmarks.synthetic import Token
     from tierstore.hardware import Hardware
 
+_BUDGETS, _WINDOWS = (1 / 64, 1 / 16), (1.0, 2.0)
 _WARM = 16
 _FLOOR_TOKENS = 64
 _MODEL_STEPS = 32
@@ -102,8 +103,8 @@ def measure(
     grid = [
         Case(context, budget, window, under)
         for context in (tokens // 4, tokens)
-        for budget in (1 / 64, 1 / 16)
-        for window in (1.0, 2.0)
+        for budget in _BUDGETS
+        for window in _WINDOWS
         for under in (_DRAM, _DISK)
     ]
     outcomes = {}

@@ -29,6 +29,8 @@ def test_predictions_stand_beside_measurements(
     monkeypatch.setattr(predict, "measure_machine", lambda *_: here)
     for name in ("STEPS", "_WARM", "_MODEL_STEPS"):
         monkeypatch.setattr(predict, name, 4)
+    monkeypatch.setattr(predict, "_BUDGETS", (1 / 16,))
+    monkeypatch.setattr(predict, "_WINDOWS", (2.0,))
     said: list[str] = []
     findings = predict.measure(
         said.append, tiny_model, GEOMETRY, repeat=1, tokens=2_048, disk=tmp_path
@@ -36,7 +38,7 @@ def test_predictions_stand_beside_measurements(
     data = as_json(findings)
     steps = data["measures"]["step"]["values"]
     cases = [name for name in steps if not name.endswith(("blind", "informed"))]
-    assert len(cases) == 16 + 2
+    assert len(cases) == 4 + 2
     assert all(steps[f"{case}, {kind}"][0] > 0 for case in cases for kind in ("blind", "informed"))
     assert data["details"]["hardware"]["name"] == "here"
     assert set(data["measures"]["where"]["values"]) == {
@@ -45,6 +47,6 @@ def test_predictions_stand_beside_measurements(
         for attended in ("residents", "selected")
     }
     assert data["notes"][0].startswith("Error of the prediction: blind: ")
-    assert findings.tables[0].row_count == 18
+    assert findings.tables[0].row_count == 6
     assert list(tmp_path.iterdir()) == []
     assert said[-1].startswith("where, round 1 of 1")

@@ -150,7 +150,7 @@ def test_a_profile_is_a_plan_with_all_that_was_tried(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["profile", "p.json", "--document", "text.txt", *SHORT]
-    assert main([*arguments, "--dram", "64KiB", "--disk", "kv", "--json", "tried.json"]) == 0
+    assert main([*arguments, "--dram", "64KiB", "--json", "tried.json"]) == 0
     output = capsys.readouterr()
     assert "p.json: 3 layers, windows of " in output.out
     assert "micro-batches of 2" in output.err

@@ -27,6 +27,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "FILE_BYTES": 4 << 20, "_READ_BYTES": 1 << 20, "_MEMORY_BYTES": 1 << 20, "_MATRIX": 32,
         "_RUNS": 1, "_LEAST_SECONDS": 1e-4, "_CACHED_BLOCKS": 64, "_LINK_BLOCKS": 256,
         "_MOVED_BLOCKS": 64, "_CONTEXTS": (256, 1024), "_STEPS": 12,
+        "GEOMETRY": Geometry(1, 4, 2, 16, torch.bfloat16, torch.device("cpu")),
     }.items():  # fmt: skip
         monkeypatch.setattr(measuring, name, size)
 
