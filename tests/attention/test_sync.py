@@ -79,8 +79,8 @@ def test_sequences_may_differ_in_length(level: str, tmp_path: Path) -> None:
     geometry = small(layers=1)
     story = Story(geometry, sequences=2)
     engine = SparseAttention(
-        geometry, budget=1.0, disk=tmp_path / "kv", sync=level, **LIMITS
-    )  # fmt: skip
+        geometry, budget=1.0, fast="700KiB", dram="300KiB", disk=tmp_path / "kv", sync=level
+    )
     query, key, value = story.tell(0, 300)
     valid = torch.ones(2, 300, dtype=torch.bool)
     valid[0, :130] = False
