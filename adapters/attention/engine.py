@@ -439,11 +439,14 @@ class SparseAttention:
         """A step of the lanes of the running pass; `token` is query, key and value."""
         spread = self._spread
         spread.over(self._passes.lanes, len(batch.lanes), self.geometry.device)
-        rows = [spread.out(*each) for each in zip(("query", "key", "value"), token, strict=True)]
+        names = "query", "key", "value"
+        query, key, value = (
+            spread.out(name, each) for name, each in zip(names, token, strict=True)
+        )
         taking = spread.taking
         if valid is not None:
             taking = valid if taking is None else taking & spread.out("valid", valid)
-        return spread.back(batch.step(layer, *rows, taking, failed))
+        return spread.back(batch.step(layer, query, key, value, taking, failed))
 
     def _stored(self) -> Batch:
         self._check_open()

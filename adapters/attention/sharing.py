@@ -14,6 +14,7 @@ from tierstore.placement import assign_homes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     import torch
 
     from tierstore.adapters.attention.lanes import Lanes
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from tierstore.memory import Memory
     from tierstore.policies.profile import Amounts, ReuseProfile
     from tierstore.store import BlockStore
+
+    Taking = npt.NDArray[np.bool_]
+    """bool [B], the lanes that take part in a step."""
 
 
 class Sharing:
@@ -56,7 +60,7 @@ class Sharing:
         """Blocks that a row of each lane may select, at least one and at most all."""
         return self.lanes.budgets(self._rules.preset.block_tokens)
 
-    def of_step(self, taking: Pointers) -> Ids:
+    def of_step(self, taking: Taking) -> Ids:
         """Blocks that each row may select in a step of lanes `taking` [B]: int32 [layers, R]."""
         self._recalibrate()
         budgets = self._per_head(self.budgets())
