@@ -263,7 +263,7 @@ class Batch:
         except Exception:
             if failures is None:
                 raise
-            for lane in np.flatnonzero(self.lanes.live).tolist():
+            for lane in np.flatnonzero(self._keep & self.lanes.live).tolist():
                 rows = layer.rows(lane)
                 with self._contained(lane, failures):
                     self._attend_selected(number, query, of_rows(selection, rows), rows, out)
@@ -338,8 +338,9 @@ class Batch:
             return
         layer, sinks = self.layers[number], self.rules.preset.sinks
         if is_first:
-            known = self.attended.setdefault(number, [[] for _ in layer.segments])
+            known = list(self.attended.get(number, [[]] * len(layer.segments)))
             known[rows] = attended.in_strips(layer, sinks)[rows]
+            self.attended[number] = known
         in_blocks = attended.in_blocks(self.store, layer.segments[rows], visit, sinks)
         for row, positions in enumerate(in_blocks, rows.start):
             self.attended[number][row].extend(positions)
