@@ -228,13 +228,10 @@ class Run:
 
     def _tokens(self, sequences: int, count: int) -> _Token:
         shape = GEOMETRY
-        return _Token(
-            *(
-                torch.randn(shape.layers, sequences, heads, count, width, generator=self._random)
-                for heads, width in (
-                    (shape.query_heads, shape.head_dim),
-                    (shape.kv_heads, shape.head_dim),
-                    (shape.kv_heads, shape.value_size),
-                )
-            )
-        )
+
+        def normal(heads: int, width: int) -> torch.Tensor:
+            return torch.randn(shape.layers, sequences, heads, count, width, generator=self._random)
+
+        query = normal(shape.query_heads, shape.head_dim)
+        key, value = (normal(shape.kv_heads, d) for d in (shape.head_dim, shape.value_size))
+        return _Token(query, key, value)

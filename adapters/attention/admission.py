@@ -105,10 +105,10 @@ def _growth(memory: Memory, batch: _Room) -> int:
     more = len(lanes) - batch.layers[0].sequences
     growth += sum(layer.grown_bytes(more, memory) for layer in batch.layers)
     if growth and used.get("index"):
-        growth += used.get("work space", 0) * (index / used["index"] - 1)
+        growth += used.get("work space", 0) * (index - used["index"]) // used["index"]
     if memory is batch.store.memory:
         chunks = -(-blocks // CHUNK) * batch.layers[0].heads * len(batch.layers)
         handles = int(np.maximum(chunks.sum() * CHUNK - batch.store.space.handles, 0))
         tables = sum(used.get(name, 0) for name in _BY_HANDLES)
-        growth += tables / batch.store.space.handles * handles * 9 / 8
-    return int(growth + 2 * memory.largest_bytes * (growth > 0))
+        growth += tables * handles * 9 // (8 * batch.store.space.handles)
+    return growth + 2 * memory.largest_bytes * (growth > 0)

@@ -99,8 +99,9 @@ class Attending:
         sinks = self._rules.preset.sinks
         rows = slice(first_row, first_row + len(visit.row_ptr) - 1)
         if is_first:
-            known = self.positions.setdefault(number, [[] for _ in layer.segments])
+            known = list(self.positions.get(number, [[]] * len(layer.segments)))
             known[rows] = attended.in_strips(layer, sinks)[rows]
+            self.positions[number] = known
         segments = layer.segments[rows]
         in_blocks = attended.in_blocks(self._store, segments, visit, sinks)
         for row, positions in enumerate(in_blocks, first_row):

@@ -349,7 +349,7 @@ class Batch:
         except Exception:
             if failures is None:
                 raise
-            for lane in np.flatnonzero(self.lanes.live).tolist():
+            for lane in np.flatnonzero(self._keep & self.lanes.live).tolist():
                 rows = self.layers[number].rows(lane)
                 with self._contained(lane, failures):
                     stages.attend_rows(number, rows, query, self._budgets, most, out)

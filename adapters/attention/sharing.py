@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tierstore.policies.profile import Amounts, ReuseProfile
     from tierstore.store import BlockStore
 
+    Taking = npt.NDArray[np.bool_]
+    """bool [B], the lanes that take part in a step."""
+
 
 class Sharing:
     """Shares tiers and budgets out between the sequences, layers and heads of a batch.
@@ -55,7 +58,7 @@ class Sharing:
         """Blocks that a row of each lane may select, at least one and at most all."""
         return self.lanes.budgets(self._rules.preset.block_tokens)
 
-    def of_step(self, taking: npt.NDArray[np.bool_]) -> Ids:
+    def of_step(self, taking: Taking) -> Ids:
         """Blocks that each row may select in a step of lanes `taking` [B]: int32 [layers, R]."""
         self._recalibrate()
         budgets = self._per_head(self.budgets())

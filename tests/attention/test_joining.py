@@ -85,7 +85,8 @@ def rows_of(engine: SparseAttention, sequence: int) -> Ids:
 def test_a_sequence_gets_beside_others_what_it_gets_alone(preset: Preset) -> None:
     """Others join and leave at other times, and take over lanes."""
     engine = SparseAttention(GEOMETRY, preset=preset, dram="4MiB")
-    texts, outputs = {}, {}
+    texts: dict[int, Text] = {}
+    outputs: dict[int, list[torch.Tensor]] = {}
     for turn in range(60):
         if turn % 6 == 0 and turn < 36:
             seed = turn // 6
@@ -138,7 +139,7 @@ def test_each_sequence_has_its_own_budget() -> None:
             {layer: np.diff(selection.row_ptr).tolist()}
         ),
     )  # fmt: skip
-    texts = []
+    texts: list[Text] = []
     for budget in (16, 0.5, None):
         texts.append(Text(len(texts)))
         prefill(engine, engine.add_sequence(500, budget=budget), texts[-1].more(399))
@@ -189,7 +190,7 @@ def test_a_long_sequence_does_not_starve_short_ones_and_gets_what_they_leave() -
 @pytest.mark.parametrize(
     "tiers", [{"dram": "1MiB"}, {"fast": "500KiB", "dram": "4MiB"}], ids=["backing", "fast"]
 )
-def test_what_does_not_fit_is_refused_and_nothing_has_changed(tiers: dict[str, str]) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_has_changed(tiers: dict[str, Any]) -> None:
     engine = SparseAttention(GEOMETRY, preset=EXACT, **tiers)
     texts: dict[int, Text] = {}
     before: list[int] = []

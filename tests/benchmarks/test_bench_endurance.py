@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from bench_schema import as_json
 
+from tierstore.adapters.attention import SparseAttention
 from tierstore.benchmarks import endurance
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def test_memory_stays_flat_and_outputs_exact(tmp_path: Path) -> None:
 
 def test_a_wrong_output_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is no copy of what it checks."""
-    step = endurance.SparseAttention.step
+    step = SparseAttention.step
 
     def off(
-        self: endurance.SparseAttention, layer: int, *tokens: torch.Tensor, **names: object
+        self: SparseAttention, layer: int, *tokens: torch.Tensor, **names: object
     ) -> torch.Tensor:
         out: torch.Tensor = step(self, layer, *tokens, **names)  # type: ignore[arg-type]
         return out * 1.001 if layer else out
 
-    monkeypatch.setattr(endurance.SparseAttention, "step", off)
+    monkeypatch.setattr(SparseAttention, "step", off)
     findings = endurance.run(lambda _: None, steps=40, disk=tmp_path)
     assert findings.details["worst error"] > 1e-4  # type: ignore[operator]
