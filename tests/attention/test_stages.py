@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -96,10 +96,10 @@ def make(tmp_path: Path) -> Iterator[Callable[..., SparseAttention]]:
             disk = FileTier(layout, folder, extent_bytes=4096)
             return [DeviceTier(layout, fast, name="fast"), *middle, disk]
 
-        settings = {"preset": "kvdrive", "budget": 0.1, "window": 2.0, **options}
+        settings: dict[str, Any] = {"preset": "kvdrive", "budget": 0.1, "window": 2.0, **options}
         engine = SparseAttention(
             GEOMETRY, tiers=tiers, schedule=schedule, micro_batch=micro_batch, **settings
-        )  # type: ignore[arg-type]
+        )
         engines.append(engine)
         return engine
 
@@ -376,7 +376,7 @@ def test_one_sequence_takes_no_thread(make: Callable[..., SparseAttention]) -> N
     for tokens in (PROMPT, *[1] * 20):
         for layer in range(2):
             parts = [torch.randn(1, h, tokens, 16, generator=draw) for h in (4, 2, 2)]
-            engine.attend(layer, *parts, scale=SCALE)  # type: ignore[misc]
+            engine.attend(layer, *parts, scale=SCALE)
     names = {thread.name for thread in threading.enumerate()}
     assert threading.active_count() == before or names & {"tierstore-read"}
     assert not names & {"tierstore-cpu", "tierstore-disk"}
