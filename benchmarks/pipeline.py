@@ -25,6 +25,7 @@ from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.benchmarks.stage_times import StageTimes
 from tierstore.benchmarks.steps import STEPS, Steps, step_measures, time_steps
 from tierstore.benchmarks.synthetic import SyntheticText, Token
+from tierstore.indexers import WeightedPQIndex
 from tierstore.sizes import format_size
 from tierstore.tiers import DeviceTier, FileTier
 from tierstore.timeline import Timeline
@@ -37,8 +38,14 @@ if TYPE_CHECKING:
 
 GEOMETRY = Geometry(2, 12, 4, 64, torch.bfloat16, torch.device("cpu"))
 BATCH, MICRO_BATCH = 8, 2
-PRESET = replace(PRESETS["best"], name="pipeline", budget=1 / 64)
-"""An index that takes some time, and a budget at which most of a fetch is waiting for the disk."""
+PRESET = replace(
+    PRESETS["best"],
+    name="pipeline",
+    index=partial(WeightedPQIndex, training_tokens=4_096),
+    budget=1 / 64,
+)
+"""An index that takes some time to select and little to build, and a budget at which most of a
+fetch is waiting for the disk."""
 _MEMORY = 2 << 30
 _DRIFT = 0.98
 """Correlation of successive queries: about a tenth of what is selected has to be fetched."""

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierstore.layout import BlockLayout, Part
-    from tierstore.store import BlockStore, Visit
+    from tierstore.store import BlockStore
+    from tierstore.visits import Visit
 
 __all__ = ["BlockLayout", "BlockStore", "Part", "Visit", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOME = {"BlockLayout": "layout", "Part": "layout", "BlockStore": "store", "Visit": "store"}
+_HOME = {"BlockLayout": "layout", "Part": "layout", "BlockStore": "store", "Visit": "visits"}
 
 
 def __getattr__(name: str) -> object:

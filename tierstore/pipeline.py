@@ -42,7 +42,7 @@ def simulate(tasks: Schedule, durations: Durations) -> Timeline:
     A task starts when those it comes after have ended and its resource has done all that stand
     before it in the schedule. ConfigError for a duration below 0.
     """
-    timeline, ends, free = Timeline("simulated"), [], dict[str, float]()
+    timeline, ends, free = Timeline("simulated"), list[float](), dict[str, float]()
     for task in tasks:
         seconds = durations(task) if callable(durations) else durations.get(task.stage, 0.0)
         if not seconds >= 0:
@@ -142,13 +142,13 @@ class Run:
                 with self._changed:
                     self._error = self._error or error
                     self._changed.notify_all()
-        if self._error is not None:
-            # The traceback goes on: without a cycle, what its frames hold is free when it is.
-            error, self._error = self._error, None
+        first, self._error = self._error, None
+        if first is not None:
             try:
-                raise error
+                raise first
             finally:
-                del error
+                # Its traceback holds this frame: a cycle would keep what all its frames hold.
+                del first
 
 
 _Jobs = queue.SimpleQueue[tuple[Run, str] | None]

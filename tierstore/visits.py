@@ -144,7 +144,7 @@ class Visits:
     Invariant: while a visit is live, no tier is resized and nothing is written to the backing one.
     """
 
-    def __init__(self, moves: Transfers, lock: threading.RLock) -> None:  # type: ignore[valid-type]
+    def __init__(self, moves: Transfers, lock: threading.RLock) -> None:
         self.moves = moves
         self.lock = threading.Condition(lock)
         """The store's lock; who waits is told when a visit ends."""

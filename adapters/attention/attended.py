@@ -11,7 +11,8 @@ from tierstore.kernels.tables import CHUNK
 if TYPE_CHECKING:
     from tierstore.adapters.attention.layer import Layer
     from tierstore.interfaces import Ids
-    from tierstore.store import BlockStore, Visit
+    from tierstore.store import BlockStore
+    from tierstore.visits import Visit
 
 
 def in_strips(layer: Layer, sinks: int) -> list[list[int]]:

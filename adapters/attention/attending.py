@@ -8,7 +8,7 @@ import numpy as np
 
 from tierstore import kernels
 from tierstore.adapters.attention import attended
-from tierstore.store import Visit
+from tierstore.visits import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -452,7 +452,11 @@ class SparseAttention:
     def store(self) -> BlockStore:
         """The block store; ConfigError before the first tokens."""
         batch = self._stored()
-        batch.settle()
+        try:
+            batch.settle()
+        except BaseException:
+            self._next_layer = -1
+            raise
         return batch.store
 
     @property

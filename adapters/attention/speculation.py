@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,8 @@ class Speculative(Stages):
         except BaseException:
             guesses, self._guesses = self._guesses, {}
             for guess in guesses.values():
-                guess.step.release()
+                with suppress(Exception):
+                    guess.wait()
             raise
 
     def _select(self, step: LayerStep) -> None:

@@ -182,7 +182,9 @@ class Stages:
         """Micro-batches that were never selected with so large an index, or so much."""
         index, sizes = self._layers[step.number].index, self._sizes[step.number]
         whole = index.nbytes, int(np.sum(index.kept)), index.least
-        new = [(*whole, int(step.budgets[rows].sum())) for rows in self._rows]
+        new: list[tuple[int, ...]] = [
+            (*whole, int(step.budgets[rows].sum())) for rows in self._rows
+        ]
         grown = [part for part, size in enumerate(new) if sizes[part] != size]
         self._sizes[step.number] = new
         return grown

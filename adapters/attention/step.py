@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tierstore.interfaces import Ids, Index
     from tierstore.kernels.element import Array
     from tierstore.pipeline import Task
-    from tierstore.store import BlockStore, PendingVisit, Visit
+    from tierstore.store import BlockStore
+    from tierstore.visits import PendingVisit, Visit
 
 
 class LayerStep:
