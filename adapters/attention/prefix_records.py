@@ -147,8 +147,10 @@ class PrefixRecords:
         at = shape.layers * shape.kv_heads * self._sinks * shape.head_dim * shape.dtype.itemsize
         pieces = []
         for part, width in ((data[:at], shape.head_dim), (data[at:], shape.value_size)):
-            elements = torch.from_numpy(part.copy()).view(shape.dtype)
-            pieces.append(elements.view(*heads, width).to(shape.device))
+            elements = torch.empty((*heads, width), dtype=shape.dtype)
+            if len(part):
+                elements.view(-1).view(torch.uint8).copy_(torch.from_numpy(part))
+            pieces.append(elements.to(shape.device))
         return pieces[0], pieces[1]
 
     # Indexes
@@ -172,6 +174,8 @@ class PrefixRecords:
         """
         pieces = -(-(tokens - self._sinks) // self.piece_tokens)
         chain = self._chain(found.ids[: pieces * self.piece_tokens], found.extra)
+        if not len(chain):
+            return None
         end = self._store.get(self._end_keys(chain)[-1])
         trailer = chain.trailers[-1].tobytes()
         if end is None or end[: len(trailer)] != trailer:

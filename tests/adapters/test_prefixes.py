@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tierstore.indexers import ExactIndex, HierarchicalIndex
 from tierstore.keyed import KeyedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tiny_models import LanguageModel
 
@@ -167,7 +167,7 @@ def test_another_process_loads_what_this_one_computed(
     model: LanguageModel, place: Prefixes, tmp_path: Path
 ) -> None:
     """Also while this one reads there."""
-    options = {"preset": "kvdrive", "budget": 0.1}
+    options: dict[str, Any] = {"preset": "kvdrive", "budget": 0.1}
     answer(model, text(230), place, **options)
     expected = answer(model, text(230), place, **options)
     assert expected[1] == kept(230, 230)
@@ -202,17 +202,20 @@ def narrow(budget: float = 0.0625) -> Preset:
     [
         (lambda: llama(rms_norm_eps=1e-3), {}),
         (lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 999.0}), {}),
-        (lambda: llama().to(torch.bfloat16), {}),
+        (lambda: llama().bfloat16(), {}),
         (llama, {"preset": narrow()}),
         (llama, {"preset": Preset("sinks", ExactIndex, sinks=8)}),
     ],
     ids=["norm", "rope", "dtype", "block size", "sinks"],
 )
 def test_another_model_or_cut_finds_nothing(
-    model: LanguageModel, place: Prefixes, other: object, options: dict[str, object]
+    model: LanguageModel,
+    place: Prefixes,
+    other: Callable[[], LanguageModel],
+    options: dict[str, Any],
 ) -> None:
     answer(model, text(230), place)
-    changed = other()  # type: ignore[operator]
+    changed = other()
     assert answer(changed, text(230), place, **options)[1] == 0
     new, loaded = answer(changed, text(230), place, **options)
     assert loaded >= 3 * PIECE
@@ -222,7 +225,7 @@ def test_another_model_or_cut_finds_nothing(
 def test_other_weights_find_nothing(model: LanguageModel, place: Prefixes) -> None:
     answer(model, text(230), place)
     with torch.no_grad():
-        model.get_decoder().layers[1].mlp.up_proj.weight[3, 4] += 1
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] += 1
     assert answer(model, text(230), place)[1] == 0
 
 

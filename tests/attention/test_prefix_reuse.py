@@ -10,7 +10,9 @@ import torch
 
 from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.attention.prefixes import Prefixes
+from tierstore.adapters.presets import Preset
 from tierstore.errors import CapacityError, ConfigError
+from tierstore.indexers import ExactIndex
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,6 +88,30 @@ def test_only_tokens_that_are_stored_can_be_saved(prefixes: Prefixes) -> None:
         with pytest.raises(ConfigError, match="no longer than what is stored"):
             full.save_prefix(prefixes, texts)
     assert full.save_prefix(prefixes, [TEXT[:60]]) == [0]
+
+
+@pytest.mark.parametrize("padding", [[0, 262], [0, 260], [0, 258], [261, 0]])
+def test_rows_may_get_no_more_than_some_of_their_sinks(
+    prefixes: Prefixes, padding: list[int]
+) -> None:
+    """Rows of 262 columns or so: the one that begins late gets few tokens or none."""
+    engine(300).save_prefix(prefixes, [TEXT])
+    both = engine(0)
+    texts = [TEXT[: 330 - pad] if pad else TEXT for pad in padding]
+    columns = both.load_prefix(prefixes, texts, padding=padding)
+    assert columns == KEPT
+    query, key, value = (torch.randn(2, heads, 40, 16) for heads in (4, 2, 2))
+    for layer in range(LAYERS):
+        out = both.attend(layer, query, key, value, scale=0.25)
+        assert torch.isfinite(out).all()
+    both.store.validate()
+    assert both.report().context_tokens == KEPT + 40
+
+
+def test_a_preset_without_sinks_is_served(prefixes: Prefixes) -> None:
+    preset = Preset("own", ExactIndex, sinks=0)
+    engine(300, preset=preset).save_prefix(prefixes, [TEXT])
+    assert engine(0, preset=preset).load_prefix(prefixes, [TEXT]) == 4 * PIECE
 
 
 def test_another_scale_than_the_kept_one_is_refused(prefixes: Prefixes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,10 @@ from hypothesis.extra import numpy as arrays
 
 from tierstore.packing import pack_arrays, unpack_arrays
 
-KINDS = st.sampled_from([np.bool_, np.int32, np.uint16, np.int64, np.float32, np.dtype("<U7")])
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+KINDS = st.sampled_from([np.dtype(kind) for kind in ("?", "<i4", "<u2", "<i8", "<f4", "<U7")])
 
 
 @given(
@@ -22,7 +27,7 @@ KINDS = st.sampled_from([np.bool_, np.int32, np.uint16, np.int64, np.float32, np
         max_size=4,
     )
 )
-def test_arrays_come_back_as_they_were(named: dict[str, np.ndarray]) -> None:
+def test_arrays_come_back_as_they_were(named: dict[str, npt.NDArray[Any]]) -> None:
     found = unpack_arrays(pack_arrays(named))
     assert found is not None
     assert list(found) == list(named)
