@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-    from tierstore.interfaces import Bytes, Completion, Ids, Tier
+    from tierstore.interfaces import Access, Bytes, Completion, Ids, Tier
     from tierstore.visits import PendingVisit
 
 SEGMENTS, BLOCKS, QUOTA = 3, 12, 4
@@ -338,7 +339,12 @@ def test_what_the_policy_knows_is_not_told_again(make: Callable[..., Made]) -> N
     told: list[int] = []
     policy = it.policy
     hear = policy.on_access
-    policy.on_access = lambda access: (told.append(len(access.handles)), hear(access))[1]  # type: ignore[method-assign]
+
+    def listen(access: Access) -> None:
+        told.append(len(access.handles))
+        hear(access)
+
+    policy.on_access = listen  # type: ignore[method-assign]
     selection = Selection(np.array([0, 2]), np.array([3, 4], np.int32), np.zeros(2, np.float32))
     for is_news in (True, False):
         with it.store.judge(selection, it.segments[:1], is_news=is_news) as pending:
@@ -395,7 +401,7 @@ def test_threads_that_visit_and_change_agree_with_the_bytes(make: Callable[..., 
             it.store.append(it.segments, it.blocks[:, :1])
             it.store.truncate(it.segments, BLOCKS)
 
-    threads = [in_thread(lambda s=segment: visit_often(s)) for segment in range(SEGMENTS)]
+    threads = [in_thread(partial(visit_often, segment)) for segment in range(SEGMENTS)]
     threads.append(in_thread(change_often))
     for thread in threads:
         thread.join(120)
