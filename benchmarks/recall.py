@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Masses = npt.NDArray[np.float32]
 
-_WHOLE = 16  # selectable tokens are a multiple, so that all block sizes see the same
+_WHOLE = 32  # selectable tokens are a multiple, so that all block sizes see the same
 _OBSERVATION = 16  # last queries that an index is shown, as presets do
 _WARM_TOKENS = 256
 

@@ -10,8 +10,8 @@ import numpy as np
 from tierstore.errors import PolicyError
 from tierstore.interfaces import Selection
 from tierstore.kernels import lower
-from tierstore.store import Visit
 from tierstore.transfer import bad_selection
+from tierstore.visits import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tierstore.kernels.element import Array
     from tierstore.policies.plan import Plan
     from tierstore.scratch import Scratch
-    from tierstore.store import BlockStore, Visit
+    from tierstore.store import BlockStore
+    from tierstore.visits import Visit
 
 ATTEND_WHERE = ("fetch", "in-tier", "auto")
 

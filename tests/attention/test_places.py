@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from attention.test_attended_set import SCALE, Story, check_step, prefilled, small
+from stories import SCALE, Story, check_step, prefilled, small
 
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.attention.places import ATTEND_WHERE
