@@ -15,7 +15,13 @@ from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
 from tierstore.adapters.attention.lanes import Admitted, Lanes
 from tierstore.adapters.attention.passes import Passes
 from tierstore.adapters.attention.places import check_where
-from tierstore.adapters.attention.planning import check_planning, plan_for, tuned, window_for
+from tierstore.adapters.attention.planning import (
+    check_planning,
+    micro_batch_for,
+    plan_for,
+    tuned,
+    window_for,
+)
 from tierstore.adapters.attention.reporting import report_of
 from tierstore.adapters.attention.reuse import check_lossless, kept_tokens, load_batch, save_texts
 from tierstore.adapters.attention.rules import Rules, filter_for, schedule_for
@@ -93,8 +99,8 @@ class SparseAttention:
     record: remember which tokens each step attends to, for `attended`.
     schedule: in which order the stages of a step follow each other, as
         `tierstore.pipeline.schedule` names them; the preset's by default.
-    micro_batch: sequences that pass the stages together; by default a quarter of the batch where
-        the last tier is a disk, else all.
+    micro_batch: sequences that pass the stages together; by default what the plan says, or a
+        quarter of the batch where the last tier is a disk, else all.
     sync: how blocks come from disk: ``"a"`` whole layers, ``"b"`` extents past the page cache,
         ``"c"`` through pages in DRAM that are asked for ahead, ``"d"`` as (c) with slots in DRAM
         for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By
@@ -140,6 +146,7 @@ class SparseAttention:
         system = tuned(preset_named(preset), given)
         amount = parse_budget(system.budget if budget is None else budget)
         filter_ = filter_for(hysteresis, system, geometry)
+        micro_batch = micro_batch_for(micro_batch, given)
         schedule_name = schedule_for(schedule, micro_batch, system)
         check_where(attend_where, recalibrate, schedule_name)
         window = window_for(

@@ -43,6 +43,13 @@ def tuned(preset: Preset, plan: Plan | None) -> Preset:
     return replace(preset, index=index)
 
 
+def micro_batch_for(micro_batch: int | None, plan: Plan | None) -> int | None:
+    """Sequences of a micro-batch: as given, or as tuned; None for neither."""
+    if micro_batch is not None or plan is None or plan.tuning is None:
+        return micro_batch
+    return plan.tuning.micro_batch
+
+
 def window_for(
     window: float | None, plan: Plan | None, *, has_fast: bool, fallback: float | None
 ) -> float | None:

@@ -36,7 +36,7 @@ class System:
     attends_residents: whether a step attends to everything that stays on the device.
     entry_tokens: tokens of what is kept or not as a whole. judges_on: "device" or "host", which
         tells what is there and chooses what leaves.
-    schedule: "sequential", "previous-layer" or "sfc"; see `pipelining`.
+    schedule: "sequential", "previous-layer" or "sfc"; see `tierstore.pipeline`.
     attends_on: "device" or "host".
     device_index, host_index: bytes that stay there.
     scanned: bytes that selecting reads, on the device, or where it attends.

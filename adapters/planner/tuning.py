@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tierstore.adapters.planner.pipelining import Stage, makespan
+from tierstore.adapters.planner.pipelining import Stage, layer_seconds
 from tierstore.adapters.planner.stages import LayerStages, Times
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
@@ -145,7 +145,7 @@ class Tuner:
                 Stage("host", times.select), Stage("host", times.judge), Stage(fetch, times.fetch)
             ]  # fmt: skip
             count = batch // size
-            seconds = makespan([stages] * count) + times.attend * count
+            seconds = layer_seconds("sfc", stages, times.attend * count, count)
             trials.append(Trial(size, times, seconds))
         return trials
 

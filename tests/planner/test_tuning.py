@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tierstore.adapters.attention import Geometry, SparseAttention
-from tierstore.adapters.attention.planning import tuned
+from tierstore.adapters.attention.planning import micro_batch_for, tuned
 from tierstore.adapters.planner.stages import Times
 from tierstore.adapters.planner.tuning import (
     TOKENS_PER_CENTROID,
@@ -25,6 +26,7 @@ from tierstore.errors import ConfigError
 from tierstore.indexers import HierarchicalIndex
 from tierstore.policies.plan import Plan, Tuning
 from tierstore.policies.windows import WINDOWS, allocate_windows, pinned_below
+from tierstore.timeline import Timeline
 
 GEOMETRY = Geometry(1, 4, 2, 16, torch.float32, torch.device("cpu"))
 
@@ -108,6 +110,21 @@ def test_a_plan_gives_the_index_its_clusters() -> None:
     assert index.keywords == {"tokens_per_centroid": 24.0}
     assert tuned(PRESETS["exact"], plan) is PRESETS["exact"]
     assert tuned(PRESETS["kvdrive"], None) is PRESETS["kvdrive"]
+
+
+def test_micro_batches_are_as_given_or_else_as_planned() -> None:
+    plan = Plan(np.full((1, 2), 2.0), 4, 16, tuning=Tuning(micro_batch=2))
+    assert micro_batch_for(None, plan) == 2
+    assert micro_batch_for(3, plan) == 3
+    assert micro_batch_for(None, Plan(np.full((1, 2), 2.0), 4, 16)) is None
+    assert micro_batch_for(None, None) is None
+    timeline = Timeline("planned")
+    with closing(SparseAttention(GEOMETRY, fast="4MiB", dram="8MiB", plan=plan)) as engine:
+        engine.watch(timeline)
+        for tokens in (600, 1):
+            text = torch.randn(4, 2, tokens, 16)
+            engine.attend(0, torch.randn(4, 4, tokens, 16), text, text, scale=0.25)
+    assert [span.name for span in timeline.spans].count("select") == 2
 
 
 def test_the_engine_indexes_as_the_plan_says() -> None:
