@@ -6,9 +6,11 @@
 # make nightly the long searches: Hypothesis, kills, power losses, soaks, mutations
 # make clean   removes builds and caches, keeps .venv
 #
-# PYTHON=python3.12 chooses the interpreter that .venv is made with.
+# PYTHON=python3.12 chooses the interpreter that .venv is made with, WORKERS=4 the processes that
+# run tests.
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -30,8 +32,9 @@ demo: $(INSTALLED)
 	$(BIN)/tierstore generate --document builtin --question builtin --budget 6.25% \
 		--fast 16MiB --dram 64MiB --disk build/demo-kv --compare
 
+# Threads of several processes that wait by spinning would keep each other from the cores.
 test: check
-	$(BIN)/pytest
+	OMP_WAIT_POLICY=passive $(BIN)/pytest --numprocesses=$(WORKERS)
 
 # mypy and import-linter skip mapped folders silently when they look at the checkout, so both run
 # inside an installed copy.

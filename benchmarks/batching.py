@@ -19,7 +19,6 @@ import torch
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.adapters.presets import PRESETS
-from tierstore.adapters.transformers import ContinuousBatch, geometry_of
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.language import check_window, kv_bytes, real_text, sharing_weights
 from tierstore.benchmarks.machine import Machine
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tierstore.adapters.presets import Preset
+    from tierstore.adapters.transformers import ContinuousBatch
     from tierstore.interfaces import Ids, Selection
     from tierstore.kernels.element import Array
 
@@ -234,6 +234,8 @@ class _Clock:
 @contextmanager
 def _batch(loaded: LoadedModel, preset: str | Preset, budget: float) -> Iterator[ContinuousBatch]:
     """An empty batch of a model that shares its weights with those of the other batches."""
+    from tierstore.adapters.transformers import ContinuousBatch, geometry_of
+
     room = 2 * kv_bytes(loaded.model, max(sum(n + new for n, new in REQUESTS), 8 * 1_024))
     model = sharing_weights(loaded.model)
     engine = SparseAttention(

@@ -19,9 +19,6 @@ from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.attention.prefixes import Prefixes
 from tierstore.adapters.generate import TierOptions, next_logits
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
-from tierstore.adapters.transformers import attach_engine, geometry_of
-from tierstore.adapters.transformers.prefixes import fingerprint
-from tierstore.adapters.transformers.profile import profile_of
 from tierstore.benchmarks import fio
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.keyed import full_segments
@@ -133,6 +130,9 @@ class _Course:
     """Computes, keeps and loads one prompt, each time with new tiers."""
 
     def __init__(self, loaded: LoadedModel, text: Sequence[int], folder: Path) -> None:
+        from tierstore.adapters.transformers.prefixes import fingerprint
+        from tierstore.adapters.transformers.profile import profile_of
+
         self._model, self._text, self._folder = loaded.model, text, folder
         self._kv = kv_bytes(loaded.model, len(text))
         self._dram = 3 * self._kv + (64 << 20)
@@ -147,6 +147,8 @@ class _Course:
 
     def keep(self) -> float:
         """Compute the prompt and keep it; returns what keeping took."""
+        from tierstore.adapters.transformers import attach_engine
+
         engine = self._engine()
         with attach_engine(self._model, engine) as cache:
             next_logits(self._model, self._text, cache.kwargs)
@@ -155,6 +157,8 @@ class _Course:
             return time.perf_counter() - start
 
     def _engine(self) -> SparseAttention:
+        from tierstore.adapters.transformers import geometry_of
+
         return SparseAttention(geometry_of(self._model), preset=_PRESET, dram=self._dram)
 
     def prefill(self, number: int) -> _Round:

@@ -54,13 +54,16 @@ def _threshold(scores, costs, order, n, budget):
 
 @njit(cache=True, nogil=True)
 def _reaching(scores, costs, floor, order):
-    """Fill `order` with the units that score `floor` or more; their number and what they cost."""
+    """Fill `order` with the units that do not score below `floor`; their number and cost.
+
+    Scores that are no numbers count: their logits were beyond float32.
+    """
     # Unsigned: else each access tests for a negative index first.
     count = np.uint32(0)
     for unit in range(scores.shape[0]):
         # Always written, so that there is no branch to mispredict.
         order[count] = unit
-        count += np.uint32(scores[unit] >= floor)
+        count += np.uint32(not scores[unit] < floor)
     cost = 0
     for i in range(np.int64(count)):
         cost += costs[order[i]]

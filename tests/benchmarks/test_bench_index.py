@@ -99,7 +99,7 @@ def test_perfect_selection_of_tokens_captures_nearly_all(seen: Capture) -> None:
 
 def test_a_prompt_without_anything_to_select_is_refused(tiny_model: LoadedModel) -> None:
     short = capture(tiny_model.model, real_text(tiny_model.tokenizer, 130), 2)
-    with pytest.raises(ConfigError, match="a prompt of 128 tokens: expected at least 132"):
+    with pytest.raises(ConfigError, match="a prompt of 128 tokens: expected at least 196"):
         Truth(short)
 
 

@@ -175,7 +175,7 @@ def test_the_published_plan_is_one_of_the_demo_model_and_of_no_machine() -> None
     plan = Plan.load(path)
     plan.check_model(30, 3, 9, 64)
     assert plan.window == pytest.approx(2.0, abs=0.01)
-    assert (plan.windows.min(), plan.windows.max()) == (1.25, 3.0)
+    assert (plan.windows.min(), plan.windows.max()) == (1.25, 3.25)
     assert plan.budgets is None
     assert plan.facts["documents"] == ["opticks.txt", "vim.txt", "rustbook.txt"]
     assert not {"/", "\\"} & set(path.read_text())
