@@ -104,8 +104,10 @@ class Batch:
         self.sharing = Sharing(rules, self.store, self.layers, self.lanes, profile)
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
+        self._keep = np.zeros(len(admitted), np.bool_)
+        """Lanes that take part in the running step."""
         self._late: Failures = {}
-        """Of lanes whose tokens could not leave the strip for blocks, until it is told."""
+        """Of lanes whose tokens could not leave the strip for blocks, until their next step."""
         self._attending = Attending(self.store, rules, scale, self._device_scratch)
         kind = SPECULATIVE.get(rules.schedule, Stages)
         memories = device_memory, self.store.memory
@@ -116,7 +118,8 @@ class Batch:
     def settle(self) -> None:
         """Return when nothing is under way any more; raise what went wrong with it."""
         self._stages.settle()
-        self._end_late(None)
+        for error in self._late.values():
+            raise error
 
     def watch(self, timeline: Timeline | None) -> None:
         """Note in a timeline when each stage and each transfer runs; None ends it."""
@@ -255,10 +258,10 @@ class Batch:
         failures: takes the error of each lane that fails; without it, the first one is raised.
         """
         self._stages.settle_updates()
-        self._end_late(failures)
         layer, geometry = self.layers[number], self.rules.geometry
         if number == 0:
             self._begin_step(valid)
+        self._end_late(failures)
         rows = len(layer.segments)
         layer.append_token(
             as_array(key.reshape(rows, -1)), as_array(value.reshape(rows, -1)), self._keep
@@ -298,11 +301,10 @@ class Batch:
                 self._late[lane] = error
 
     def _end_late(self, failures: Failures | None) -> None:
-        """Tell what went wrong as tokens became blocks; see `step`."""
-        late, self._late = self._late, {}
-        for lane, error in late.items():
+        """Tell lanes of the step what went wrong as their tokens became blocks; see `step`."""
+        for lane in [lane for lane in self._late if self._keep[lane]]:
             with self._contained(lane, failures):
-                raise error
+                raise self._late.pop(lane)
 
     def _begin_step(self, valid: torch.Tensor | None) -> None:
         """What is the same in every layer of a step; the layers are in the same state."""
@@ -412,6 +414,7 @@ class Batch:
         """Free a lane; the first error of a policy is raised when all is done."""
         self._begin_change()
         self._late.pop(lane, None)
+        self._keep[lane : lane + 1] = False
         self.lanes.leave(lane)
         errors = []
         for layer in self.layers:
@@ -424,7 +427,7 @@ class Batch:
 
     def crop(self, tokens: int, lanes: Sequence[int]) -> None:
         """Forget the last `tokens` tokens of the sequences in `lanes`."""
-        self._begin_change()
+        self._begin_change(lanes)
         for layer in self.layers:
             for lane in lanes:
                 layer.crop(lane, tokens)
@@ -432,7 +435,7 @@ class Batch:
 
     def arrange(self, sources: Sequence[int]) -> None:
         """Let lane i be what lane ``sources[i]`` was."""
-        self._begin_change()
+        self._begin_change(range(len(self.lanes)))
         for layer in self.layers:
             layer.arrange(sources)
         self._use(self.lanes.arranged(sources))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tierstore.tiers import DeviceTier, PinnedTier
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from pathlib import Path
 
     from tierstore.adapters.presets import Preset
     from tierstore.interfaces import Bytes, Completion, Demand, Ids
@@ -333,6 +335,29 @@ def test_a_key_that_is_nan_ends_its_sequence_when_it_is_indexed() -> None:
         if engine.failures:
             break
     assert "NaN or infinity" in str(engine.failures[1])
+    others_are_untouched(engine, texts, found, 1)
+
+
+def test_a_failure_beside_other_stages_waits_for_its_own_sequence(tmp_path: Path) -> None:
+    """Blocks of the last layer are made while the next step, of others, has begun."""
+    tiers: dict[str, Any] = {"fast": "2MiB", "dram": "4MiB", "disk": tmp_path / "kv"}
+    engine = SparseAttention(GEOMETRY, preset=EXACT, schedule="sfc", micro_batch=1, **tiers)
+    texts = joined(engine)
+    found: dict[int, list[torch.Tensor]] = {sequence: [] for sequence in texts}
+    for turn, taking in product(range(60), (list(texts), [0, 2])):
+        tokens = [texts[sequence].more(1) for sequence in taking]
+        if turn == 3 and 1 in taking:
+            tokens[1].key[-1].fill_(torch.nan)
+        out = step(engine, tokens, taking)
+        for place, sequence in enumerate(taking):
+            found[sequence].append(out[:, place])
+        if engine.failures:
+            assert 1 in taking, "the step of others was told"
+            break
+    assert "NaN or infinity" in str(engine.failures[1])
+    again = engine.add_sequence(60)
+    prefill(engine, again, Text(1).more(40))
+    engine.finish(again)
     others_are_untouched(engine, texts, found, 1)
 
 
