@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from hypothesis import settings
 
 # Child processes that a test starts show where they crashed.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+# What runs in the background of a shell ignores interrupts, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models of the tests are made or installed here; none is ever looked up.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

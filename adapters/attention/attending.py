@@ -54,15 +54,22 @@ class Attending:
         shape = (*query.shape[:2], self._rules.geometry.value_size)
         return self._scratch.array("attended", shape, np.float32)
 
+    def has_work_space(self, layer: Layer, blocks: int) -> bool:
+        """Whether there is room for the weights of rows of so many blocks."""
+        rows, _, width = self._weights.shape
+        return rows == len(layer.segments) and width >= self._width(layer, blocks)
+
+    def _width(self, layer: Layer, blocks: int) -> int:
+        return blocks * self._rules.preset.block_tokens + layer.strip_room
+
     def take_work_space(self, layer: Layer, blocks: int) -> None:
         """Room for the weights of rows of so many blocks.
 
         A visit pins blocks, so this comes before it: taking memory may move some.
         """
-        rows, group = len(layer.segments), self._rules.geometry.group
-        width = blocks * self._rules.preset.block_tokens + layer.strip_room
-        if self._weights.shape[0] != rows or self._weights.shape[2] < width:
-            array = self._scratch.array
+        if not self.has_work_space(layer, blocks):
+            rows, group = len(layer.segments), self._rules.geometry.group
+            width, array = self._width(layer, blocks), self._scratch.array
             self.lse = array("lse", (rows, group), np.float32)
             self._weights = array("weights", (rows, group, width), np.float32)
 

@@ -119,7 +119,10 @@ class Speculative(Stages):
 
     def _attend(self, step: LayerStep, out: torch.Tensor) -> None:
         """All but the selection."""
-        step.take_work_space()
+        if not step.has_work_space:
+            # It may have to come out of the slots, which blocks of a live visit prevent.
+            self._bring_in(list(self._guesses))
+            step.take_work_space()
         try:
             self._perform("judge fetch compute", step, out)
         finally:

@@ -86,15 +86,24 @@ class LayerStep:
         """Take over what another step selected and, as far as it fitted, fetched."""
         self.selections, self.is_news = guess.selections, guess.is_news
 
+    @property
+    def has_work_space(self) -> bool:
+        """Whether `take_work_space` finds what it needs."""
+        return self._attending.has_work_space(self.layer, self._most())
+
     def take_work_space(self) -> None:
         """For the attention to everything selected, or to what the budgets allow."""
+        self._attending.take_work_space(self.layer, self._most())
+
+    def _most(self) -> int:
+        """Blocks that a row attends to at most."""
         index, layer = self.layer.index, self.layer
         if len(self.rows) == 1 and (selection := self.selections[0]) is not None:
             most = int((selection.row_ptr[1:] - selection.row_ptr[:-1]).max())
         else:
             wanted = np.maximum(self.budgets, index.least) + index.kept
             most = int(np.minimum(wanted, layer.blocks).max())
-        self._attending.take_work_space(layer, max(most, self._most_residents))
+        return max(most, self._most_residents)
 
     def attend_below(self, places: Places) -> None:
         """Attend to blocks where they lie; the others are left. Requires: one micro-batch."""

@@ -746,7 +746,7 @@ class TestWrap:
         with open_store(tmp_path / "s", disk="128KiB", dram="80KiB") as store:
             assert store.put(b"a", content(0, 16_000))
             assert store.get(b"a") is not None
-            lease = store.lease_many([b"a"] * (1 << 16), owner="test", seconds=9)
+            lease = store.lease_many([b"a"] * (1 << 16), owner="test", seconds=600)
             for number in range(9):
                 store.put(b"x %d" % number, bytes(16_000))
                 store.get(b"x %d" % number)
