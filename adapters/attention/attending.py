@@ -57,7 +57,7 @@ class Attending:
     def has_work_space(self, layer: Layer, blocks: int) -> bool:
         """Whether there is room for the weights of rows of so many blocks."""
         rows, _, width = self._weights.shape
-        return rows == len(layer.segments) and width >= self._width(layer, blocks)
+        return bool(rows == len(layer.segments) and width >= self._width(layer, blocks))
 
     def _width(self, layer: Layer, blocks: int) -> int:
         return blocks * self._rules.preset.block_tokens + layer.strip_room

@@ -17,7 +17,7 @@ from tierstore.adapters.attention.layer import Layer, Sealed
 from tierstore.adapters.attention.places import Places
 from tierstore.adapters.attention.sharing import Sharing
 from tierstore.adapters.attention.speculation import SPECULATIVE
-from tierstore.adapters.attention.stages import Stages
+from tierstore.adapters.attention.stages import Question, Stages
 from tierstore.adapters.attention.warm_up import WarmUp
 from tierstore.arrays import as_array
 from tierstore.below import can_stay
@@ -345,16 +345,17 @@ class Batch:
         failures: Failures | None,
     ) -> None:
         """Attend to what the index selects, all lanes together or, if that fails, one by one."""
-        stages, most = self._stages, self.sharing.most_residents
+        most = self.sharing.most_residents
+        asked = Question(number, query, self._budgets, most, guess)
         try:
-            stages.attend(number, query, self._budgets, most, out, guess)
+            self._stages.attend(asked, out)
         except Exception:
             if failures is None:
                 raise
             for lane in np.flatnonzero(self._keep & self.lanes.live).tolist():
                 rows = self.layers[number].rows(lane)
                 with self._contained(lane, failures):
-                    stages.attend_rows(number, rows, query, self._budgets, most, out)
+                    self._stages.attend_rows(asked, rows, out)
 
     @contextmanager
     def _contained(self, lane: int, failures: Failures | None) -> Iterator[None]:

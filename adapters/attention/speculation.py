@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.attending import Attending
     from tierstore.adapters.attention.layer import Layer
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.interfaces import Ids
+    from tierstore.adapters.attention.stages import Question
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
     from tierstore.pipeline import Run, Task
@@ -148,26 +148,19 @@ class PreviousLayer(Speculative):
     A layer whose query nobody guessed selects with its true one, as the first layer does.
     """
 
-    def attend(
-        self,
-        number: int,
-        query: Array,
-        budgets: Ids,
-        most_residents: int,
-        out: torch.Tensor,
-        next_query: Array | None = None,
-    ) -> None:
+    def attend(self, asked: Question, out: torch.Tensor) -> None:
+        number = asked.number
         self._divide(number)
-        step = self._layer_step(number, query, budgets[number], most_residents)
+        step = self._layer_step(asked)
         if number in self._guesses:
             self._bring_in([number])
             step.adopt(self._guesses.pop(number).step)
         else:
             self._select(step)
-        if next_query is not None and number + 1 < len(self._layers):
-            later = self._layer_step(number + 1, next_query, budgets[number + 1], most_residents)
+        if asked.next_query is not None and number + 1 < len(self._layers):
+            later = self._layer_step(asked._replace(number=number + 1, query=asked.next_query))
             self._select(later)
-            self._guess(later, next_query)
+            self._guess(later, asked.next_query)
         self._attend(step, out)
 
 
@@ -178,17 +171,10 @@ class PreviousStep(Speculative):
     heads, select anew before they attend.
     """
 
-    def attend(
-        self,
-        number: int,
-        query: Array,
-        budgets: Ids,
-        most_residents: int,
-        out: torch.Tensor,
-        next_query: Array | None = None,
-    ) -> None:
+    def attend(self, asked: Question, out: torch.Tensor) -> None:
+        number = asked.number
         self._divide(number)
-        step = self._layer_step(number, query, budgets[number], most_residents)
+        step = self._layer_step(asked)
         if self._grown_parts(step):
             # Work space may have to come out of the slots, which blocks of a live visit prevent.
             self._bring_in(list(self._guesses))
@@ -198,13 +184,13 @@ class PreviousStep(Speculative):
         else:
             self._bring_in([number])
             del self._guesses[number]
-            self._correct(step, guess, query)
+            self._correct(step, guess, asked.query)
         self._attend(step, out)
-        later = self._layer_step(number, query, budgets[number], most_residents)
+        later = self._layer_step(asked)
         for other in self._guesses.values():
             other.run.wait_for("judge")
         self._select(later)
-        self._guess(later, query)
+        self._guess(later, asked.query)
 
     def _correct(self, step: LayerStep, guess: _Guess, query: Array) -> None:
         """Take the guess over, but for rows whose queries have turned away."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,24 @@ if TYPE_CHECKING:
 _ATTENTION = STAGES[:4]
 _QUARTERS = 4
 """Micro-batches that a batch is cut into by default: as many as can be in a stage each."""
+
+
+class Question(NamedTuple):
+    """What a step asks of a layer.
+
+    Attributes
+    ----------
+    number: of the layer.
+    query, budgets: [R, G, d] elements; int32 [layers, R] blocks of all layers.
+    most_residents: blocks that a row has in the top tier at most, if it attends to all of them.
+    next_query: a guess of what the next layer asks, [R, G, d], for a schedule that wants it.
+    """
+
+    number: int
+    query: Array
+    budgets: Ids
+    most_residents: int
+    next_query: Array | None = None
 
 
 class Stages:
@@ -90,26 +108,10 @@ class Stages:
         """The rows or what they hold have changed. Requires: `settle`."""
         self._division = []
 
-    def attend(
-        self,
-        number: int,
-        query: Array,
-        budgets: Ids,
-        most_residents: int,
-        out: torch.Tensor,
-        next_query: Array | None = None,
-    ) -> None:
-        """Select, judge, fetch and compute for a layer.
-
-        Parameters
-        ----------
-        query, budgets: [R, G, d] elements; int32 [layers, R] blocks of all layers.
-        most_residents: blocks that a row has in the top tier at most, if it attends to all of them.
-        out: [R, G, e], filled.
-        next_query: a guess of what the next layer asks, [R, G, d], for a schedule that wants it.
-        """
-        self._divide(number)
-        step = self._layer_step(number, query, budgets[number], most_residents)
+    def attend(self, asked: Question, out: torch.Tensor) -> None:
+        """Select, judge, fetch and compute for a layer; out [R, G, e] is filled."""
+        self._divide(asked.number)
+        step = self._layer_step(asked)
         tasks, calls = self._tasks_of(step.number), self._calls(step, out)
         if len(self._rows) > 1:
             # Work space may have to come out of the slots, which blocks of a live visit prevent.
@@ -143,24 +145,13 @@ class Stages:
         if self.sync is not None and selection is not None:
             self.sync.selected(selection, step.layer.segments[rows], step.layer.blocks[rows])
 
-    def attend_rows(
-        self,
-        number: int,
-        rows: slice,
-        query: Array,
-        budgets: Ids,
-        most_residents: int,
-        out: torch.Tensor,
-    ) -> None:
+    def attend_rows(self, asked: Question, rows: slice, out: torch.Tensor) -> None:
         """`attend` for some rows alone, one stage after the other, after an error with all."""
-        layer = self._layers[number]
+        layer = self._layers[asked.number]
         every, alone = (
-            LayerStep(
-                self._store, self._rules, self._attending, layer, number, [of_step], [layer.index],
-                query, budgets[number], most_residents,
-            )
+            self._step_of(asked, [of_step], [layer.index])
             for of_step in (slice(0, len(layer.segments)), rows)
-        )  # fmt: skip
+        )
         every.select_part(0)
         assert every.selections[0] is not None
         alone.selections = [of_rows(every.selections[0], rows)]
@@ -237,12 +228,14 @@ class Stages:
             self._parts = [[layer.index] for layer in self._layers]
         self._sizes = [[()] * len(self._rows) for _ in self._layers]
 
-    def _layer_step(
-        self, number: int, query: Array, budgets: Ids, most_residents: int
-    ) -> LayerStep:
+    def _layer_step(self, asked: Question) -> LayerStep:
+        return self._step_of(asked, self._rows, self._parts[asked.number])
+
+    def _step_of(self, asked: Question, rows: Sequence[slice], parts: Sequence[Index]) -> LayerStep:
+        number = asked.number
         return LayerStep(
-            self._store, self._rules, self._attending, self._layers[number], number, self._rows,
-            self._parts[number], query, budgets, most_residents,
+            self._store, self._rules, self._attending, self._layers[number], number, rows, parts,
+            asked.query, asked.budgets[number], asked.most_residents,
         )  # fmt: skip
 
     def _tasks_of(self, number: int) -> Schedule:

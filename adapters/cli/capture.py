@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.cli.generate import DTYPES, add_model_options, prepare_libraries
+from tierstore.adapters.cli.generate import (
+    DTYPES,
+    add_model_options,
+    add_text_options,
+    prepare_libraries,
+)
 from tierstore.adapters.documents import read_document
 from tierstore.arguments import check_whole
 from tierstore.errors import ConfigError
@@ -31,13 +36,7 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("file", metavar="FILE", help="file to write")
-    parser.add_argument("--document", required=True, metavar="TEXT", help="UTF-8 text")
-    parser.add_argument(
-        "--tokens", type=int, default=4_096, metavar="N", help="context; default: %(default)s"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=64, metavar="N", help="tokens to decode; default: %(default)s"
-    )
+    add_text_options(parser, steps=64)
     parser.add_argument(
         "--window",
         type=int,

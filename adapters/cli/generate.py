@@ -41,6 +41,21 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_text_options(parser: argparse._ActionsContainer, steps: int) -> None:
+    """Add ``--document``, ``--tokens`` and ``--steps``: a text that a model reads and continues."""
+    parser.add_argument("--document", required=True, metavar="FILE", help="UTF-8 text")
+    parser.add_argument(
+        "--tokens", type=int, default=4_096, metavar="N", help="context; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=steps,
+        metavar="N",
+        help="tokens to decode; default: %(default)s",
+    )
+
+
 def add_command(subparsers: Subparsers) -> None:
     """Add ``generate`` to the `tierstore` command."""
     parser = subparsers.add_parser(
