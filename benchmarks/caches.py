@@ -17,6 +17,7 @@ CACHES = {
     "full": "preset full, all in DRAM: full attention by our kernels",
     "kvdrive": "preset kvdrive, all in DRAM",
     "half": "preset kvdrive, DRAM limited to half the size of keys and values, all of them on disk",
+    "quarter": "preset kvdrive, DRAM limited to a quarter, all on disk, read past the page cache",
     "demo": "preset kvdrive, 16 MiB of fast tier, 64 MiB of DRAM, all on disk",
 }
 
@@ -30,5 +31,6 @@ def tier_options(kv: int, disk: str | Path) -> dict[str, TierOptions | None]:
         "full": TierOptions("full", dram=ample),
         "kvdrive": TierOptions("kvdrive", dram=ample),
         "half": TierOptions("kvdrive", dram=kv // 2, disk=disk),
+        "quarter": TierOptions("kvdrive", dram=kv // 4, disk=disk),
         "demo": TierOptions("kvdrive", fast="16MiB", dram="64MiB", disk=disk),
     }

@@ -35,6 +35,8 @@ _RATIOS = (
     Ratio("decode speed, kvdrive / DynamicCache", "decode", "dynamic", "kvdrive", at_least=3.0),
     Ratio("decode speed, half / DynamicCache", "decode", "dynamic", "half", at_least=2.0),
     Ratio("decode speed, demo / DynamicCache", "decode", "dynamic", "demo"),
+    Ratio("decode speed, quarter / kvdrive", "decode", "kvdrive", "quarter", at_least=0.75),
+    Ratio("mean decode speed, quarter / kvdrive", "decode mean", "kvdrive", "quarter"),
     Ratio("decode speed, kvdrive / full", "decode", "full", "kvdrive", at_least=1.15, stretch=1.25),
     Ratio("mean decode speed, kvdrive / DynamicCache", "decode mean", "dynamic", "kvdrive"),
     Ratio("mean decode speed, half / DynamicCache", "decode mean", "dynamic", "half"),

@@ -51,9 +51,9 @@ _WIDTH, _HIDDEN = 576, 1_536
 
 
 class Rung(NamedTuple):
-    """A level, and where the prompt's blocks start."""
+    """A level, None for no disk at all, and where the prompt's blocks start."""
 
-    level: str
+    level: str | None
     ranking: str = "none"
 
 
@@ -64,12 +64,14 @@ RUNGS = {
     "d": Rung("d"),
     "d, warm-up": Rung("d", "head"),
 }
+_IN_MEMORY = {"memory": Rung(None, "head")}
 _ABOUT = {
     "a": "whole layers through a memory map",
     "b": "blocks in extents of 4 KiB past the page cache, merged, many at once",
     "c": "blocks through mapped pages, those of near misses asked for ahead; DRAM is page cache",
     "d": "as (c), but 3/4 of DRAM are slots, shared out between heads by their stalls in a probe",
     "d, warm-up": "as (d), and the blocks that the prompt's end attends to start in fast and DRAM",
+    "memory": "without a disk: all of them in DRAM",
 }
 _RATIOS = (
     *(
@@ -77,6 +79,8 @@ _RATIOS = (
         for above, below in zip(RUNGS, list(RUNGS)[1:], strict=False)
     ),
     Ratio("fetch time, a / (d, warm-up)", "fetch", "a", "d, warm-up", at_least=100.0),
+    Ratio("layer's speed, (d, warm-up) / memory", "layer", "memory", "d, warm-up", at_least=0.75),
+    Ratio("attention's speed, (d, warm-up) / memory", "step", "memory", "d, warm-up"),
 )
 
 
@@ -87,6 +91,7 @@ class Climb:
     fetch_ms: list[float] = field(default_factory=list)
     """For each layer, the mean of a step."""
     step_ms: list[float] = field(default_factory=list)
+    layer_ms: list[float] = field(default_factory=list)
     disk_mb: list[float] = field(default_factory=list)
     faults: list[float] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
@@ -135,7 +140,7 @@ def measure(
     notes = _reload_notes(captures, tokens, chosen)
     stalls = _probe(say, text, disk)
     climbs = {}
-    for name, rung in RUNGS.items():
+    for name, rung in (RUNGS | _IN_MEMORY).items():
         with closing(_engine(text, rung, disk, stalls if rung.level == "d" else None)) as engine:
             _fill(engine, text)
             climbs[name] = _climb(engine, text, range(repeat))
@@ -170,6 +175,10 @@ def _measures(climbs: dict[str, Climb]) -> dict[str, Measure]:
         ),
         "step": Measure(
             "ms for a layer, by step", {name: each.step_ms for name, each in climbs.items()}
+        ),
+        "layer": Measure(
+            "ms for a layer with its matrices, by step",
+            {name: each.layer_ms for name, each in climbs.items()},
         ),
         "read": Measure(
             "MB from the disk for a layer, as the system counts them, by step",
@@ -220,13 +229,14 @@ def _engine(text: ResampledText, rung: Rung, disk: str, stalls: Amounts | None) 
     preset = replace(PRESETS["kvdrive"], attends_residents=False, ranking=rung.ranking)
     kv, shape = _kv_bytes(text), text.geometry
     blocks = text.tokens // preset.block_tokens * shape.layers * shape.kv_heads
+    share = DRAM_SHARE if rung.level else 2
     return SparseAttention(
         shape,
         preset=preset,
         budget=BUDGET,
         fast=kv + (64 << 20),  # the window is what limits the slots
-        dram=int(DRAM_SHARE * kv) + TABLE_BYTES * blocks,
-        disk=disk,
+        dram=int(share * kv) + TABLE_BYTES * blocks,
+        disk=disk if rung.level else None,
         window=2.0,
         sync=rung.level,
         stalls=stalls,
@@ -261,12 +271,13 @@ def _climb(engine: SparseAttention, text: ResampledText, steps: range) -> Climb:
     cached = 0 if pages is None else pages.cached_bytes()
     for number in steps:
         fetched, faults, read = engine.store.metrics.fetch_seconds, _faults(), _read_bytes()
-        seconds = 0.0
+        seconds, started = 0.0, time.perf_counter()
         for layer, token in enumerate(text.step(number)):
-            started = time.perf_counter()
+            asked = time.perf_counter()
             engine.attend(layer, token.query, token.key, token.value, scale=text.scale)
-            seconds += time.perf_counter() - started
+            seconds += time.perf_counter() - asked
             rest()
+        climb.layer_ms.append(1e3 * (time.perf_counter() - started) / layers)
         fetched = engine.store.metrics.fetch_seconds - fetched
         climb.fetch_ms.append(1e3 * fetched / layers)
         climb.step_ms.append(1e3 * seconds / layers)

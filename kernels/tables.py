@@ -252,6 +252,16 @@ def copy_rows(source, source_rows, target, target_rows, start, stop):
 
 
 @njit
+def copy_pieces(source, at, target, target_rows, start, stop):
+    """target[target_rows[i], start:stop] = source[at[i] + start : at[i] + stop]; source is flat."""
+    for i in range(at.shape[0]):
+        s = source[at[i] + start : at[i] + stop]
+        t = target[target_rows[i]][start:stop]
+        for j in range(t.shape[0]):
+            t[j] = s[j]
+
+
+@njit
 def eligible(residents, row_ptr, leases, last_used, since, out, able):
     """Which residents may leave (not leased, not used since that step), and how many of a row."""
     for row in range(able.shape[0]):

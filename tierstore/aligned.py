@@ -15,7 +15,7 @@ from tierstore.reads import LateReadError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.interfaces import Bytes
+    from tierstore.interfaces import Bytes, Pointers
 
 ALIGNMENT = mmap.PAGESIZE
 """A page of the system's memory: 4 KiB, or a multiple of it."""
@@ -50,11 +50,14 @@ class AlignedBuffers:
                 f"AlignedBuffers({block_bytes}, {count}): expected a size and a number above 0"
             )
         stride = -(-block_bytes // ALIGNMENT) * ALIGNMENT
-        pages = aligned_rows(1, stride * count).reshape(-1).data
+        self.memory = aligned_rows(1, stride * count).reshape(-1)
+        """uint8, what all buffers are parts of."""
+        pages = self.memory.data
         self.block_bytes = block_bytes
         self.nbytes = stride * count
         """Bytes of all buffers together."""
         self._free = [pages[at : at + block_bytes] for at in range(0, self.nbytes, stride)]
+        self._offsets = {id(buffer): stride * i for i, buffer in enumerate(self._free)}
         self._taken: dict[int, memoryview] = {}
         self._given = threading.Condition()
 
@@ -78,6 +81,10 @@ class AlignedBuffers:
             taken, self._free = self._free[-count:], self._free[:-count]
             self._taken.update((id(buffer), buffer) for buffer in taken)
             return taken
+
+    def offsets(self, buffers: Sequence[memoryview]) -> Pointers:
+        """Where in `memory` buffers from `take` begin."""
+        return np.array([self._offsets[id(buffer)] for buffer in buffers], np.int64)
 
     def give(
         self, buffers: Sequence[memoryview], outcomes: Sequence[Exception | None] = ()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MERGED_BYTES = 1 << 20
 _MERGED_BUFFERS = 1024
 _RUNS_AT_ONCE = 16
-_FOR_ONE = 64
+_FOR_ONE = 16
 """Runs from which on one thread with a ring beats many without."""
 
 
@@ -398,7 +398,7 @@ class ReadPool:
         """As `read`, but return at once: threads read while the caller does something else.
 
         The buffers are not the caller's before `Reading.wait` returned, which also takes part in
-        what is left to do; a pool without threads does all of it there. A batch of 64 runs or more
+        what is left to do; a pool without threads does all of it there. A batch of 16 runs or more
         without a deadline is read by one thread, by io_uring where there is one.
         """
         return self._begin(requests, deadline, 0)

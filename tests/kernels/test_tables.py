@@ -28,6 +28,7 @@ LOOPS = [
     "lowest",
     "gather_scores",
     "copy_rows",
+    "copy_pieces",
     "eligible",
     "first_bad_victim",
     "append_tokens",
@@ -99,6 +100,7 @@ class Directory:
             "lowest": self._lowest,
             "gather_scores": self._gather_scores,
             "copy_rows": self._copy_rows,
+            "copy_pieces": self._copy_pieces,
             "eligible": self._eligible,
             "first_bad_victim": self._first_bad_victim,
             "append_tokens": self._append_tokens,
@@ -157,6 +159,13 @@ class Directory:
         start, stop = np.sort(self.random.integers(0, 33, 2)).tolist()
         rows = self.random.integers(0, 6, 4), self.random.permutation(8)[:4]
         return source, rows[0].astype(np.int32), target, rows[1].astype(np.int32), start, stop
+
+    def _copy_pieces(self) -> Arguments:
+        source = self.random.integers(0, 256, 200).astype(np.uint8)
+        target = self.random.integers(0, 256, (8, 32)).astype(np.uint8)
+        start, stop = np.sort(self.random.integers(0, 33, 2)).tolist()
+        at, rows = self.random.integers(0, 168, 4), self.random.permutation(8)[:4]
+        return source, at, target, rows.astype(np.int32), start, stop
 
     def _eligible(self) -> Arguments:
         row_ptr = np.array([0, len(self.residents) // 2, len(self.residents)])

@@ -16,10 +16,10 @@ from tierstore.aligned import AlignedBuffers
 from tierstore.errors import CapacityError, ConfigError, CorruptBlockError, TierOfflineError
 from tierstore.events import emit
 from tierstore.identity import Identity
-from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
+from tierstore.interfaces import DONE, Bytes, Completion, Ids, Pointers, Tier
 from tierstore.io import FileIO
 from tierstore.sizes import parse_size
-from tierstore.tiers.memory import copy
+from tierstore.tiers.memory import copy, copy_pieces_of
 from tierstore.volume import Stored, Volume
 from tierstore.volume.capacity import capacity_of, directory_bytes
 from tierstore.volume.format import PAGE, KeyFields, extent_size, extents_in
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 64
+_STAGING_BYTES = 8 << 20
+_MOST_AT_ONCE = 512
 _OPEN_EXTENTS = 64
 _SEGMENT_BYTES = 64 << 20
 
@@ -94,7 +95,9 @@ class FileTier(Tier):
         self._written: set[int] = set()
         """Extents that are on disk, unless it lost them."""
         most = raw if self._codec is None else self._codec.bound(raw)
-        self._staging = AlignedBuffers(extent_size(most), _AT_ONCE)
+        self._at_once = min(max(16, _STAGING_BYTES // extent_size(most)), _MOST_AT_ONCE)
+        """Extents that are read together."""
+        self._staging = AlignedBuffers(extent_size(most), self._at_once)
         self._volume: Volume | None = None
 
     def _fitting_segment(self) -> int:
@@ -257,8 +260,9 @@ class FileTier(Tier):
         if opened is None:
             blocks = np.zeros((self._each, self.layout.block_bytes), np.uint8)
             was_stored = False
-            for _, found in self._loaded([extent]):
-                blocks[:], was_stored = found, True
+            for _, found, at in self._loaded([extent]):
+                blocks.reshape(-1)[:] = found[int(at[0]) :][: blocks.size]
+                was_stored = True
             opened = self._open[extent] = _OpenExtent(blocks, [was_stored] * self._each)
         return opened
 
@@ -307,27 +311,39 @@ class FileTier(Tier):
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
     ) -> Completion:
         spans = self.layout.spans(parts)
-        where = dict(self._by_extent(slots))
+        inside = slots % self._each
+        order = np.argsort(slots, kind="stable")
+        extents, first, counts = np.unique(
+            slots[order] // self._each, return_index=True, return_counts=True
+        )
 
-        def take(extent: int, blocks: Bytes) -> None:
-            chosen = where[extent]
-            inside = (slots[chosen] - extent * self._each).astype(np.int32)
+        def take(which: Pointers, source: Bytes, at: Pointers) -> None:
+            """Blocks of extents that begin in `source` at `at`."""
+            starts, many = first[which], counts[which]
+            steps = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+            wanted = order[np.repeat(starts, many) + steps]
+            from_ = np.repeat(at, many) + inside[wanted] * np.int64(self.layout.block_bytes)
             for start, stop in spans:
-                copy(blocks, inside, out, rows[chosen], start, stop)
+                copy_pieces_of(source, from_, out, rows[wanted], start, stop)
 
         stored = []
-        for extent in where:
+        for number, extent in enumerate(extents.tolist()):
             opened = self._open.get(extent)
             if opened is None:
-                stored.append(extent)
+                stored.append(number)
             else:
-                take(extent, opened.blocks)
-        for extent, blocks in self._loaded(stored):
-            take(extent, blocks)
+                take(np.array([number]), opened.blocks.reshape(-1), np.zeros(1, np.int64))
+        on_disk = np.array(stored, np.int64)
+        for found, source, at in self._loaded(extents[on_disk].tolist()):
+            take(on_disk[found], source, at)
         return DONE
 
-    def _loaded(self, extents: list[int]) -> Iterator[tuple[int, Bytes]]:
-        """Blocks of those extents that are on disk, each valid until the next."""
+    def _loaded(self, extents: list[int]) -> Iterator[tuple[Pointers, Bytes, Pointers]]:
+        """Those extents that are on disk, many at a time.
+
+        Their positions in `extents`, and the flat bytes that each begins in, at a place of its own;
+        valid until the next.
+        """
         if not extents or self._volume is None:
             return
         volume = self._volume
@@ -343,32 +359,32 @@ class FileTier(Tier):
                 )
             volume.pin(places[found])
         try:
-            waiting = found.tolist()
-            while waiting:
-                buffers = self._staging.take(min(len(waiting), _AT_ONCE))
+            waiting = found
+            while len(waiting):
+                buffers = self._staging.take(min(len(waiting), self._at_once))
                 outcomes: Sequence[Exception | None] = ()
                 try:
                     now, waiting = waiting[: len(buffers)], waiting[len(buffers) :]
-                    outcomes = volume.read([int(places[i]) for i in now], buffers, None)
-                    for i, buffer, outcome in zip(now, buffers, outcomes, strict=True):
+                    outcomes = volume.read(places[now].tolist(), buffers, None)
+                    for outcome in outcomes:
                         if outcome is not None:
                             raise outcome
-                        yield extents[i], self._decoded(int(places[i]), buffer)
+                    yield now, *self._decoded(places[now], buffers)
                 finally:
                     self._staging.give(buffers, outcomes)
         finally:
             volume.let_go(places[found])
 
-    def _decoded(self, place: int, buffer: memoryview) -> Bytes:
+    def _decoded(self, places: Pointers, buffers: list[memoryview]) -> tuple[Bytes, Pointers]:
+        """Extents that were read into buffers: flat bytes, and where in them each begins."""
         assert self._volume is not None
-        size = int(self._volume.records.rows["stored_bytes"][place])
-        stored = np.frombuffer(buffer[:size], np.uint8)
-        shape = (self._each, self.layout.block_bytes)
         if self._codec is None:
-            return stored.reshape(shape)
-        out: Bytes = np.empty(shape, np.uint8)
-        self._codec.decode(stored, out)
-        return out
+            return self._staging.memory, self._staging.offsets(buffers)
+        sizes = self._volume.records.rows["stored_bytes"][places].tolist()
+        out: Bytes = np.empty((len(buffers), self._each, self.layout.block_bytes), np.uint8)
+        for blocks, buffer, size in zip(out, buffers, sizes, strict=True):
+            self._codec.decode(np.frombuffer(buffer[:size], np.uint8), blocks)
+        return out.reshape(-1), np.arange(len(buffers)) * (out[0].size)
 
     def sync(self) -> None:
         if self._volume is not None:

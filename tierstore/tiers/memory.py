@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
+from tierstore.interfaces import DONE, Bytes, Completion, Ids, Pointers, Tier
 from tierstore.kernels.element import is_host
-from tierstore.kernels.tables import copy_rows
+from tierstore.kernels.tables import copy_pieces, copy_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -84,10 +84,8 @@ def copy(
 ) -> None:
     """target[target_rows, start:stop] = source[source_rows, start:stop], wherever they are."""
     if is_host(source) and is_host(target):
-        width = next(
-            w for w in (8, 4, 2, 1) if not (start | stop | source.shape[1] | target.shape[1]) % w
-        )
-        word = np.dtype(f"u{width}")
+        word = _word(start | stop | source.shape[1] | target.shape[1])
+        width = word.itemsize
         copy_rows(
             source.view(word),
             source_rows,
@@ -98,6 +96,32 @@ def copy(
         )
         return
     across_devices(source, source_rows, target, target_rows, start, stop)
+
+
+def _word(sizes: int) -> np.dtype[np.unsignedinteger]:
+    """The widest unsigned integer that divides all sizes that were or-ed together."""
+    return np.dtype(f"u{next(width for width in (8, 4, 2, 1) if not sizes % width)}")
+
+
+def copy_pieces_of(
+    source: Bytes, at: Pointers, target: Bytes, target_rows: Ids, start: int, stop: int
+) -> None:
+    """target[target_rows[i], start:stop] = source[at[i] + start : at[i] + stop].
+
+    source: flat, in host memory.
+    """
+    if not is_host(target):
+        rows = np.arange(len(at), dtype=np.int32)
+        picked: Bytes = np.empty((len(at), target.shape[1]), np.uint8)
+        copy_pieces_of(source, at, picked, rows, start, stop)
+        across_devices(picked, rows, target, target_rows, start, stop)
+        return
+    word = _word(start | stop | source.size | target.shape[1] | int(np.bitwise_or.reduce(at)))
+    width = word.itemsize
+    copy_pieces(
+        source.view(word), at // width, target.view(word), target_rows, start // width,
+        stop // width,
+    )  # fmt: skip
 
 
 def across_devices(

@@ -18,6 +18,7 @@ from tierstore.sizes import format_size
 from tierstore.volume.format import (
     KEY_INLINE,
     LIVE,
+    ROW_BYTES,
     Header,
     extents_in,
     payload_checksum,
@@ -332,17 +333,28 @@ class SegmentFiles:
 
         Buffers begin at multiples of 4 KiB. The lock must be held; not so for `perform`.
         """
-        return [
-            self._request(self.of(place), place, buffer, verify=verify)
-            for place, buffer in zip(places, buffers, strict=True)
-        ]
+        numbers = self._records.segment[places].tolist()
+        segments = [self.by_number[number] for number in numbers]
+        return self._requests(segments, places, buffers, verify=verify)
 
-    def _request(
-        self, segment: Segment, place: int, buffer: memoryview, *, verify: bool = True
-    ) -> Read:
-        size = self.disk_bytes(place)
-        check = self._check(segment, place, buffer[:size]) if verify else None
-        return Read(segment.direct, segment.offset(place), buffer[: whole_pages(size)], check)
+    def _requests(
+        self, segments: Sequence[Segment], places: Sequence[int], buffers: Sequence[memoryview],
+        *, verify: bool = True,
+    ) -> list[Read]:  # fmt: skip
+        rows = self._records.rows_of(places)
+        of_key = np.where(rows["key_bytes"] > KEY_INLINE, rows["key_bytes"].astype(np.int64), 0)
+        sizes = (rows["stored_bytes"] + of_key).tolist()
+        joined, requests = rows.tobytes(), []
+        for i, (segment, place, buffer, size) in enumerate(
+            zip(segments, places, buffers, sizes, strict=True)
+        ):
+            check = None
+            if verify:
+                row = joined[i * ROW_BYTES : (i + 1) * ROW_BYTES]
+                check = _check(segment, place, buffer[:size], row)
+            pages = buffer[: whole_pages(size)]
+            requests.append(Read(segment.direct, segment.offset(place), pages, check))
+        return requests
 
     def salvage(self, segment: Segment, place: int) -> memoryview | None:
         """What is stored in a place of a segment that was given up, if it can be read and is right.
@@ -350,7 +362,7 @@ class SegmentFiles:
         Requires: the segment has the header that it had.
         """
         buffer = aligned_rows(1, whole_pages(max(self.disk_bytes(place), 1)))[0].data
-        (outcome,) = self.perform([self._request(segment, place, buffer)], None)
+        (outcome,) = self.perform(self._requests([segment], [place], [buffer]), None)
         stored_bytes = int(self._records.rows["stored_bytes"][place])
         return buffer[:stored_bytes] if outcome is None else None
 
@@ -377,14 +389,15 @@ class SegmentFiles:
                 self._health.note(outcome)
         return outcomes
 
-    def _check(self, segment: Segment, place: int, payload: memoryview) -> Callable[[], None]:
-        row, binding = self._records.rows[place].tobytes(), segment.binding(place)
 
-        def check() -> None:
-            if payload_checksum(stored_digest([payload]), row, binding) != row[8:24]:
-                raise CorruptBlockError(
-                    errno.EIO,
-                    f"{segment.path!r}: extent {place - segment.first} does not match its checksum",
-                )
+def _check(segment: Segment, place: int, payload: memoryview, row: bytes) -> Callable[[], None]:
+    binding = segment.binding(place)
 
-        return check
+    def check() -> None:
+        if payload_checksum(stored_digest([payload]), row, binding) != row[8:24]:
+            raise CorruptBlockError(
+                errno.EIO,
+                f"{segment.path!r}: extent {place - segment.first} does not match its checksum",
+            )
+
+    return check
