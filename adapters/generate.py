@@ -44,6 +44,7 @@ class TierOptions:
     hysteresis: float | str | None = None
     plan: Plan | str | Path | None = None
     recalibrate: int | None = None
+    sync: str | None = None
     timeline: Timeline | None = None
     prefixes: str | Path | Prefixes | None = None
 
@@ -64,6 +65,7 @@ class TierOptions:
             hysteresis=self.hysteresis,
             plan=self.plan,
             recalibrate=self.recalibrate,
+            sync=self.sync,
             timeline=self.timeline,
             prefixes=self.prefixes,
         )

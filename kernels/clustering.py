@@ -33,11 +33,11 @@ def kmeans(
     ----------
     points: float [R, n, d], R independent sets.
     clusters: k, with 1 <= k <= n.
-    metric: assign to the centroid of largest inner product, scaled to length 1 in each round
-        (``"inner"``, RetroInfer), the same with points scaled to length 1 as well (``"cosine"``,
-        ClusterKV), or to the nearest one (``"l2"``, PQCache).
-    init: points that the clusters start with: ``"strided"`` evenly, or ``"random"``, always the
-        same for the same n, and the same ones in each set.
+    metric: assign to the centroid of largest inner product, scaled to length 1 in each round but
+        the first, when it is a point (``"inner"``, RetroInfer), the same with points scaled to
+        length 1 as well (``"cosine"``, ClusterKV), or to the nearest one (``"l2"``, PQCache).
+    init: points that the clusters start with: ``"strided"``, each the middle of a k-th, or
+        ``"random"``, always the same for the same n, and the same ones in each set.
     segments: stretches of equal length, clustered separately into equally many clusters; a divisor
         of n and k.
     centre: take the mean of each set out first, as RetroInfer does, so that direction and not the
@@ -62,7 +62,7 @@ def kmeans(
     starts = _starts(n, clusters, init).to(points.device)
     compared = _compared(points, metric, centre)
     centroids = compared[:, starts]
-    assignment = _assign(compared, centroids, metric)
+    assignment = _assign(compared, centroids, metric, as_they_are=metric == "inner")
     for _ in range(iterations):
         centroids = cluster_means(compared, assignment, centroids)
         before, assignment = assignment, _assign(compared, centroids, metric)
@@ -88,7 +88,7 @@ def _check(n: int, clusters: int, metric: str, init: str, segments: int) -> None
 def _starts(n: int, clusters: int, init: str) -> torch.Tensor:
     if init == "random":
         return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:clusters]
-    return torch.arange(clusters) * n // clusters
+    return (2 * torch.arange(clusters) + 1) * n // (2 * clusters)
 
 
 def _compared(points: torch.Tensor, metric: str, centre: bool) -> torch.Tensor:
@@ -110,10 +110,13 @@ def in_range(points: torch.Tensor) -> torch.Tensor:
     return points / peak.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch.Tensor:
+def _assign(
+    points: torch.Tensor, centroids: torch.Tensor, metric: str, *, as_they_are: bool = False
+) -> torch.Tensor:
     if metric == "l2":
         return nearest(points, centroids, centroids.square().sum(-1) / -2)
-    centroids = torch.nn.functional.normalize(centroids, dim=-1)
+    if not as_they_are:
+        centroids = torch.nn.functional.normalize(centroids, dim=-1)
     return nearest(points, centroids, centroids.new_zeros(centroids.shape[:2]))
 
 

@@ -1,8 +1,10 @@
 """Spread the rows of one kernel call over threads when the work pays for waking them."""
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
 # For less (some hundred microseconds) waking a thread costs more than it saves.
@@ -15,6 +17,29 @@ def thread_count() -> int:
     if wanted:
         return max(1, int(wanted))
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Share(threading.local):
+    """What the calling thread may use of them: one part of so many."""
+
+    parts = 1
+
+
+_share = _Share()
+
+
+@contextmanager
+def shared_by(callers: int) -> Iterator[None]:
+    """Kernels that this thread calls use its share where so many threads call some at once.
+
+    Threads that all wake others for every kernel take turns on the processors, and each of them
+    waits for its slowest part.
+    """
+    before, _share.parts = _share.parts, max(1, callers)
+    try:
+        yield
+    finally:
+        _share.parts = before
 
 
 @cache
@@ -33,7 +58,7 @@ def over_rows(rows: int, work: int, run: Callable[[int, int], None]) -> None:
 
     No part is running any more when this returns or raises, so that arrays may be used again.
     """
-    parts = min(thread_count(), rows) if work >= _WORTH_A_THREAD else 1
+    parts = min(thread_count() // _share.parts, rows) if work >= _WORTH_A_THREAD else 1
     if parts <= 1:
         run(0, rows)
         return

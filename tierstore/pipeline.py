@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
+from tierstore.kernels.threads import shared_by
 from tierstore.schedules import CALLER, SCHEDULES, STAGES, Schedule, Stage, Task, schedule
 from tierstore.timeline import Timeline
 
@@ -102,7 +103,8 @@ class Run:
             for position in self._own.get(resource, ()):
                 if not self._wait_for(self._tasks[position].after):
                     return
-                _do(self._tasks[position], self._calls, self._timeline)
+                with shared_by(self._unfinished()):
+                    _do(self._tasks[position], self._calls, self._timeline)
                 with self._changed:
                     self._is_done[position] = True
                     self._changed.notify_all()
@@ -121,6 +123,10 @@ class Run:
             while self._error is None and not all(map(self._is_done.__getitem__, positions)):
                 self._changed.wait()
             return self._error is None
+
+    def _unfinished(self) -> int:
+        """Resources that have work left: so many share the processors."""
+        return sum(not self._is_done[own[-1]] for own in self._own.values())
 
     def wait_for(self, stage: str) -> None:
         """Return when all tasks of a stage are done, or an error keeps them from it."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.attention.admission import check_first
-from tierstore.adapters.attention.batch import Batch, Failures
-from tierstore.adapters.attention.calls import check_query, check_tokens, check_valid
+from tierstore.adapters.attention.batch import Failures
+from tierstore.adapters.attention.calls import check_query, check_valid
 from tierstore.adapters.attention.chain import TierFactory, TierSizes, stack_for
 from tierstore.adapters.attention.lanes import Admitted, Lanes
-from tierstore.adapters.attention.passes import Passes
 from tierstore.adapters.attention.places import check_where
 from tierstore.adapters.attention.planning import (
     check_planning,
@@ -25,7 +23,7 @@ from tierstore.adapters.attention.planning import (
 from tierstore.adapters.attention.reporting import report_of
 from tierstore.adapters.attention.reuse import check_lossless, kept_tokens, load_batch, save_texts
 from tierstore.adapters.attention.rules import Rules, filter_for, schedule_for
-from tierstore.adapters.attention.spread import Spread
+from tierstore.adapters.attention.running import Running
 from tierstore.adapters.attention.sync import check_stalls, sync_level
 from tierstore.adapters.presets import Preset, preset_named
 from tierstore.arguments import check_whole
@@ -35,11 +33,12 @@ from tierstore.layout import BlockLayout
 from tierstore.sizes import MOST, parse_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
 
+    from tierstore.adapters.attention.batch import Batch
     from tierstore.adapters.attention.geometry import Geometry
     from tierstore.adapters.attention.prefixes import Prefixes
     from tierstore.adapters.attention.report import Report
@@ -174,10 +173,7 @@ class SparseAttention:
             schedule_name, micro_batch,
             level, stalls,
         )  # fmt: skip
-        self._batch: Batch | None = None
-        self._timeline: Timeline | None = None
-        self._passes = Passes(geometry.layers)
-        self._spread = Spread()
+        self._running = Running(self._rules, self.layout, stack.tiers)
         self._is_closed = False
         self._process = os.getpid()
 
@@ -195,15 +191,15 @@ class SparseAttention:
         one, for which they turn out too large, fails later.
         """
         self._check_open()
-        self._passes.check_between()
+        self._running.passes.check_between()
         check_whole("tokens", tokens, 1, MOST)
         amount = self._rules.budget if budget is None else parse_budget(budget)
-        admitted, known = Admitted(tokens, amount), self._passes.sequences
+        admitted, known = Admitted(tokens, amount), self._running.passes.sequences
         lane = known.free_lane()
-        if self._batch is None:
+        if self._running.batch is None:
             check_first(Lanes([*known.admitted(), admitted]), self._rules, self._stack.tiers[-1])
         else:
-            self._batch.admit(lane, admitted)
+            self._running.batch.admit(lane, admitted)
         return known.enter(lane, admitted)
 
     def attend(
@@ -239,12 +235,14 @@ class SparseAttention:
         """
         check_query(self.geometry, query, key)
         check_valid(valid, key)
-        named = self._named(layer, key, value, sequences, scale)
-        with self._one_layer(layer, key, named, scale, ends_all=sequences is None) as batch:
-            lanes = self._passes.lanes
+        self._check_open()
+        running = self._running
+        named = running.named(layer, key, value, sequences, scale)
+        with running.one_layer(layer, key, named, scale, ends_all=sequences is None) as batch:
+            lanes = running.passes.lanes
             if query.shape[2] != 1 or batch.layers[layer].is_empty(lanes):
                 return batch.extend(layer, query, key, value, valid, lanes)
-            return self._step(batch, layer, (query, key, value), valid, None, next_query)
+            return running.step(batch, layer, (query, key, value), valid, None, next_query)
 
     def step(
         self,
@@ -275,14 +273,16 @@ class SparseAttention:
         check_query(self.geometry, query, key)
         if query.shape[2] != 1:
             raise ConfigError(f"query of shape {tuple(query.shape)}: expected T = 1 token")
-        passes, failed = self._passes, Failures()
+        self._check_open()
+        running, failed = self._running, Failures()
+        passes = running.passes
         if sequences is None:
             sequences = passes.taking if layer else self.sequences
-        named = self._named(layer, key, value, sequences, scale)
+        named = running.named(layer, key, value, sequences, scale)
         if layer == 0:
-            self._check_prompts(named)
-        with self._one_layer(layer, key, named, scale, ends_all=False) as batch:
-            out = self._step(batch, layer, (query, key, value), None, failed)
+            running.check_prompts(named)
+        with running.one_layer(layer, key, named, scale, ends_all=False) as batch:
+            out = running.step(batch, layer, (query, key, value), None, failed)
         for sequence, lane in zip(named, passes.lanes, strict=True):
             if lane in failed:
                 passes.sequences.failures[sequence] = failed[lane]
@@ -296,10 +296,10 @@ class SparseAttention:
         gone then, too.
         """
         self._check_open()
-        passes, batch = self._passes, self._batch
+        passes, batch = self._running.passes, self._running.batch
         lane = passes.sequences.lane(sequence)
         if passes.next_layer > 0 and sequence in passes.taking:
-            self._end(passes.taking, ConfigError("a forward pass of several was given up"))
+            self._running.end(passes.taking, ConfigError("a forward pass of several was given up"))
         passes.check_between()
         if batch is not None and batch.lanes.live[lane]:
             try:
@@ -317,12 +317,12 @@ class SparseAttention:
     @property
     def sequences(self) -> list[int]:
         """Numbers of the sequences that run, in the order in which they came."""
-        return self._passes.sequences.whole
+        return self._running.passes.sequences.whole
 
     @property
     def failures(self) -> Mapping[int, Exception]:
         """What ended each sequence that is at an end and not finished."""
-        return MappingProxyType(self._passes.sequences.failures)
+        return MappingProxyType(self._running.passes.sequences.failures)
 
     def absorb(
         self,
@@ -344,8 +344,9 @@ class SparseAttention:
             in the upper tiers; without them, tiers fill as blocks are used.
         scale: factor on the logits, the same at every call.
         """
-        named = self._named(layer, key, value, None, scale)
-        with self._one_layer(layer, key, named, scale, ends_all=True) as batch:
+        self._check_open()
+        named = self._running.named(layer, key, value, None, scale)
+        with self._running.one_layer(layer, key, named, scale, ends_all=True) as batch:
             batch.absorb(layer, key, value, query)
 
     def load_prefix(
@@ -369,19 +370,20 @@ class SparseAttention:
         ``columns - padding[r]`` tokens, none if that is negative. 0 where nothing is kept.
         """
         self._check_open()
-        known = self._passes.sequences
-        if self._batch is not None or known.numbers:
+        known = self._running.passes.sequences
+        if self._running.batch is not None or known.numbers:
             raise ConfigError("load_prefix() begins a text, and one is stored: reset() first")
         try:
-            self._batch, columns = load_batch(
+            loaded, columns = load_batch(
                 prefixes, self._rules, self.layout, self._stack.tiers, texts, padding
             )
+            self._running.begin(loaded)
         finally:
-            if self._batch is None:
+            if self._running.batch is None:
                 self.reset()
-        if self._batch is not None:
-            self._batch.watch(self._timeline)
-            for lane, promised in enumerate(self._batch.lanes.promised.tolist()):
+        batch = self._running.batch
+        if batch is not None:
+            for lane, promised in enumerate(batch.lanes.promised.tolist()):
                 known.enter(lane, Admitted(promised, self._rules.budget))
         return columns
 
@@ -393,7 +395,7 @@ class SparseAttention:
         again.
         """
         batch = self._stored()
-        self._passes.check_between()
+        self._running.passes.check_between()
         batch.settle()
         return save_texts(prefixes, self._rules, batch, texts)
 
@@ -410,7 +412,7 @@ class SparseAttention:
 
         They are numbered anew, from 0.
         """
-        batch, known = self._stored(), self._passes.sequences
+        batch, known = self._stored(), self._running.passes.sequences
         if not rows or min(rows) < 0 or max(rows) >= len(known.numbers):
             raise ConfigError(
                 f"rows={list(rows)}: expected numbers from 0 to {len(known.numbers) - 1}"
@@ -419,41 +421,35 @@ class SparseAttention:
         known.lanes(list(dict.fromkeys(chosen)))
         sources = [known.lane(each) for each in chosen]
         if sources != list(range(len(batch.lanes))):
-            with self._passes.changing():
+            with self._running.passes.changing():
                 batch.arrange(sources)
-        self._passes.sequences = known.renumbered(chosen)
+        self._running.passes.sequences = known.renumbered(chosen)
 
     def crop(self, tokens: int, *, sequences: Sequence[int] | None = None) -> None:
         """Forget the last `tokens` tokens of `sequences`, by default of all, in every layer."""
-        batch, known = self._stored(), self._passes.sequences
-        self._passes.check_between()
+        batch, known = self._stored(), self._running.passes.sequences
+        self._running.passes.check_between()
         lanes = known.lanes(known.numbers if sequences is None else sequences)
         shortest = int(batch.tokens[lanes].min(initial=MOST))
         if not 0 <= tokens <= shortest:
             raise ConfigError(
                 f"crop of {tokens} tokens: expected 0 to {shortest}, the shortest text"
             )
-        with self._passes.changing():
+        with self._running.passes.changing():
             batch.crop(tokens, lanes)
 
     def reset(self) -> None:
         """Forget everything; the next call may bring another number of sequences."""
         self._check_open()
-        self._end_batch()
-        self._passes = Passes(self.geometry.layers)
+        self._running.end_all()
         self._rules.hysteresis.reset()
         self._stack.clear()
 
     def close(self) -> None:
         """Free memory and files. Closing twice is allowed."""
         self._is_closed = True
-        self._end_batch()
+        self._running.end_all()
         self._close_stack()
-
-    def _end_batch(self) -> None:
-        if self._batch is not None:
-            self._batch.close()
-            self._batch = None
 
     @property
     def store(self) -> BlockStore:
@@ -462,14 +458,14 @@ class SparseAttention:
         try:
             batch.settle()
         except BaseException:
-            self._next_layer = -1
+            self._running.passes.next_layer = -1
             raise
         return batch.store
 
     @property
     def plan(self) -> Plan | None:
         """How window and budget are shared out now; None for alike."""
-        return self._rules.plan if self._batch is None else self._batch.sharing.plan
+        return self._rules.plan if self._running.batch is None else self._running.batch.sharing.plan
 
     def stalls(self) -> Amounts:
         """How often each head's blocks had to wait for the disk, float64 [layers, KV heads].
@@ -492,98 +488,17 @@ class SparseAttention:
 
     def watch(self, timeline: Timeline | None) -> None:
         """Note in a timeline when each stage and each transfer runs; None ends it."""
-        self._timeline = timeline
-        if self._batch is not None:
-            self._batch.watch(timeline)
+        self._running.watch(timeline)
 
     def report(self) -> Report:
         """What was stored, moved and attended since the engine was made or reset."""
-        return report_of(self._batch, self._rules, self._stack.tiers, self.layout)
-
-    def _named(
-        self,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequence[int] | None,
-        scale: float,
-    ) -> list[int]:
-        """Whose tokens come; ConfigError for a call that cannot be the next."""
-        check_tokens(self.geometry, key, value)
-        self._check_open()
-        named = self._passes.named(layer, key.shape[0], sequences)
-        if self._batch is not None and scale != self._batch.scale:
-            raise ConfigError(
-                f"scale={scale}: expected {self._batch.scale}, as in the calls before"
-            )
-        return named
-
-    @contextmanager
-    def _one_layer(
-        self, layer: int, key: torch.Tensor, named: list[int], scale: float, *, ends_all: bool
-    ) -> Iterator[Batch]:
-        """One layer of a pass of the `named` sequences; the first tokens start the batch.
-
-        An error ends these sequences, or with `ends_all` everything.
-        """
-        passes, known = self._passes, self._passes.sequences
-        if not known.numbers:
-            promised = Admitted(key.shape[2], self._rules.budget)
-            named = [known.enter(lane, promised) for lane in range(key.shape[0])]
-        passes.begin(layer, named)
-        try:
-            if self._batch is None:
-                self._batch = Batch(
-                    self._rules, self.layout, self._stack.tiers, known.admitted(), scale
-                )
-                self._batch.watch(self._timeline)
-            yield self._batch
-        except Exception as error:
-            if not ends_all:
-                self._end(named, error)
-            raise
-        passes.succeed(layer)
-
-    def _end(self, sequences: Sequence[int], error: Exception) -> None:
-        """Give the running pass up: `error` has ended these sequences."""
-        known, batch = self._passes.sequences, self._batch
-        for each in sequences:
-            lane = known.lane(each)
-            known.failures.setdefault(each, error)
-            if batch is not None and batch.lanes.live[lane]:
-                batch.give_up(lane, error)
-        self._passes.next_layer = 0
-
-    def _check_prompts(self, named: Sequence[int]) -> None:
-        lanes = self._passes.sequences.lanes(named)
-        if self._batch is None or not self._batch.tokens[lanes].all():
-            raise ConfigError(f"sequences {list(named)}: expected such that have had their prompt")
-
-    def _step(
-        self,
-        batch: Batch,
-        layer: int,
-        token: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        valid: torch.Tensor | None,
-        failed: Failures | None,
-        next_query: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A step of the lanes of the running pass; `token` is query, key and value."""
-        spread = self._spread
-        spread.over(self._passes.lanes, len(batch.lanes), self.geometry.device)
-        names = "query", "key", "value"
-        query, key, value = (spread.out(*each) for each in zip(names, token, strict=True))
-        taking = spread.taking
-        if valid is not None:
-            taking = valid if taking is None else taking & spread.out("valid", valid)
-        guess = None if next_query is None else spread.out("next query", next_query)
-        return spread.back(batch.step(layer, query, key, value, taking, guess, failed))
+        return report_of(self._running.batch, self._rules, self._stack.tiers, self.layout)
 
     def _stored(self) -> Batch:
         self._check_open()
-        if self._batch is None:
+        if self._running.batch is None:
             raise ConfigError("nothing is stored yet: run the model on a prompt first")
-        return self._batch
+        return self._running.batch
 
     def _check_open(self) -> None:
         if self._is_closed:

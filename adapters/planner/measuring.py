@@ -11,18 +11,15 @@ import numpy as np
 import torch
 
 from tierstore import kernels
-from tierstore.adapters.attention.geometry import Geometry
+from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.planner.stages import LayerStages, Times
 from tierstore.adapters.presets import PRESETS
-from tierstore.aligned import aligned_rows
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hardware import Hardware, Processor
-from tierstore.io import DIRECT, FileIO
 from tierstore.kernels.element import to_array
 from tierstore.layout import BlockLayout
-from tierstore.reads import Read, ReadPool
-from tierstore.tiers import DeviceTier, PinnedTier
+from tierstore.tiers import DeviceTier, FileTier, PinnedTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +28,12 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
-FILE_BYTES = 256 << 20
+FILE_BYTES = 128 << 20
+"""For each size of reads."""
 _READ_BYTES = 64 << 20
+_WRITTEN_BYTES = 4 << 20
+_MOST_READS = 1024
+_DISK_RUNS = 3
 _MEMORY_BYTES = 512 << 20
 _MATRIX = 1536
 _RUNS = 5
@@ -47,6 +48,8 @@ _LINK_BLOCKS = 1 << 16
 _MOVED_BLOCKS = 1 << 14
 _CONTEXTS = (512, 16_384)
 _STEPS = 48
+_STAGES = 3
+"""Of a step that fetches nothing: select, judge and attend."""
 
 
 def measure(disk: str | Path, say: Say) -> Hardware:
@@ -146,8 +149,22 @@ def stage_costs() -> StageCosts:
     judge = max(1e-10, (many.judge - few.judge) / (blocks[1] - blocks[0]))
     missing = _missing_step(_CONTEXTS[1])
     admit = (missing.judge - many.judge) / (missing.missed * blocks[1])
-    launch = statistics.fmean((few.select, few.judge, few.attend))
-    return StageCosts(launch, judge, max(1e-10, admit))
+    return StageCosts(_smallest_step() / _STAGES, judge, max(1e-10, admit))
+
+
+def _smallest_step() -> float:
+    """Seconds of a whole call of an engine that has next to nothing to do, and all of it there."""
+    shape = (1, GEOMETRY.kv_heads, _CONTEXTS[0], GEOMETRY.head_dim)
+    generator, scale = torch.Generator().manual_seed(0), GEOMETRY.head_dim**-0.5
+    key, value = (torch.randn(shape, generator=generator).to(GEOMETRY.dtype) for _ in range(2))
+    query = torch.randn(1, GEOMETRY.query_heads, 1, GEOMETRY.head_dim, generator=generator)
+    engine = SparseAttention(GEOMETRY, preset="kvdrive", fast="64MiB", dram="64MiB")
+    try:
+        engine.absorb(0, key, value, scale=scale)
+        token = query.to(GEOMETRY.dtype), key[:, :, :1], value[:, :, :1]
+        return seconds_of(lambda: engine.attend(0, *token, scale=scale))
+    finally:
+        engine.close()
 
 
 def _resident_step(tokens: int) -> Times:
@@ -177,59 +194,42 @@ def _step(tokens: int, window: float) -> Times:
 
 
 def disk_rates(disk: str | Path) -> dict[int, float]:
-    """Bytes/s of random reads past the page cache, 32 at once, for each of `READ_SIZES`."""
+    """Bytes/s at which a tier reads random extents past the page cache, by their `READ_SIZES`.
+
+    What the tier itself does counts: small extents are bound by that as much as by the disk.
+    """
     directory = PrivateDirectory(disk)
     try:
-        path = directory.path / "reads"
-        _write(path)
-        io = FileIO()
-        try:
-            fd = io.open(str(path), os.O_RDONLY | DIRECT)
-        except OSError:
-            # A file system without direct reads: at least not from the page cache.
-            fd = io.open(str(path), os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        pool = ReadPool(io)
-        try:
-            return {size: _disk_rate(pool, fd, size) for size in READ_SIZES}
-        finally:
-            pool.close()
-            io.close(fd)
+        return {size: _disk_rate(directory.path / str(size), size) for size in READ_SIZES}
+    except OSError as error:
+        raise ConfigError(
+            f"disk={str(disk)!r}: {FILE_BYTES >> 20} MiB cannot be written and read there "
+            f"({error.strerror or error}); choose another directory"
+        ) from error
     finally:
         directory.close()
 
 
-def _write(path: Path) -> None:
-    block = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
+def _disk_rate(path: Path, size: int) -> float:
+    tier = FileTier(BlockLayout.kv(_BLOCK_TOKENS, GEOMETRY.head_dim, GEOMETRY.dtype), path,
+                    extent_bytes=size)  # fmt: skip
+    each, extents = size // tier.layout.block_bytes, FILE_BYTES // size
+    blocks = np.ones((_WRITTEN_BYTES // size * each, tier.layout.block_bytes), np.uint8)
+    rows = np.arange(len(blocks), dtype=np.int32)
+    random, rates = np.random.default_rng(size), []
     try:
-        with path.open("wb") as file:
-            for _ in range(FILE_BYTES >> 20):
-                file.write(block.data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ConfigError(
-            f"disk={str(path.parent)!r}: {FILE_BYTES >> 20} MiB cannot be written there "
-            f"({error.strerror}); choose another directory"
-        ) from error
-
-
-def _disk_rate(pool: ReadPool, fd: int, size: int) -> float:
-    count = min(_READ_BYTES // size, 4096)
-    buffers = aligned_rows(count, size)
-    random = np.random.default_rng(size)
-    rates = []
-    for _ in range(3):
-        places = random.permutation(FILE_BYTES // size)[:count]
-        requests = [
-            Read(fd, int(place) * size, buffer.data)
-            for place, buffer in zip(places, buffers, strict=True)
-        ]
-        start = time.perf_counter()
-        for outcome in pool.read(requests):
-            if outcome is not None:
-                raise outcome
-        rates.append(count * size / (time.perf_counter() - start))
+        tier.resize(extents * each)
+        for first in range(0, extents * each, len(blocks)):
+            tier.write(first + rows, blocks, rows).wait()
+        tier.sync()
+        count = min(_READ_BYTES // size, _MOST_READS)
+        for _ in range(_DISK_RUNS):
+            slots = (random.permutation(extents)[:count] * each).astype(np.int32)
+            start = time.perf_counter()
+            tier.read(slots, blocks, rows[:count]).wait()
+            rates.append(count * size / (time.perf_counter() - start))
+    finally:
+        tier.close()
     return statistics.median(rates)
 
 

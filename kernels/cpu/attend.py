@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
+from tierstore.kernels.cpu.registers import add_tile, dot_tile, tokens_at_once
 from tierstore.kernels.cpu.scalar import (
     FAST,
     exp_nonpositive,
@@ -25,29 +26,34 @@ part = njit(inline="always", fastmath=FAST)
 
 
 @lru_cache(maxsize=64)
-def _logits_of_key(group, dim):
-    """Logits of one key, the elements of `source` from `first` on, into column `at` of `s`."""
+def _logits_of_keys(group, dim, tokens):
+    """Logits of `tokens` keys of `source` from `first` on, into columns from `at` on of `s`."""
+    each = tokens_at_once(group, dim, tokens)
 
     @part
-    def logits_of_key(source, first, q, k, s, at):
-        for j in range(dim):
-            k[j] = widen(source[first + j])
-        for g in range(group):
-            a = np.float32(0.0)
-            for j in range(dim):
-                a += k[j] * q[g, j]
-            s[g, at] = a
+    def logits_by_tiles(source, first, q, s, at):
+        for t in range(0, tokens, each):
+            dot_tile(source, first + t * dim, q, s, at + t, dim, each, group)
 
-    return logits_of_key
+    @part
+    def logits_one_by_one(source, first, q, s, at):
+        for t in range(tokens):
+            for g in range(group):
+                a = np.float32(0.0)
+                for j in range(dim):
+                    a += widen(source[first + t * dim + j]) * q[g, j]
+                s[g, at + t] = a
+
+    return logits_by_tiles if each else logits_one_by_one
 
 
 @lru_cache(maxsize=64)
 def _logits_of_blocks(group, tokens, key_dim, elements):
     """Logits of the keys in a row's blocks, -inf for what does not count; returns their number."""
-    logits_of_key = _logits_of_key(group, key_dim)
+    logits_of_keys = _logits_of_keys(group, key_dim, tokens)
 
     @part
-    def logits_of_blocks(pool, slots, valid, start, stop, q, k, s):
+    def logits_of_blocks(pool, slots, valid, start, stop, q, s):
         line = 64 // pool.itemsize
         for i in range(start, min(start + AHEAD, stop)):
             for j in range(0, elements, line):
@@ -57,12 +63,10 @@ def _logits_of_blocks(group, tokens, key_dim, elements):
             if i + AHEAD < stop:
                 for j in range(0, elements, line):
                     prefetch(pool, slots[i + AHEAD], j)
-            block = pool[slots[i]]
-            for t in range(tokens):
-                logits_of_key(block, t * key_dim, q, k, s, n + t)
-                if t >= valid[i]:
-                    for g in range(group):
-                        s[g, n + t] = MINUS_INFINITY
+            logits_of_keys(pool[slots[i]], 0, q, s, n)
+            for t in range(valid[i], tokens):
+                for g in range(group):
+                    s[g, n + t] = MINUS_INFINITY
             n += tokens
         return n
 
@@ -102,26 +106,41 @@ def _weights_of(s, n, known):
 
 
 @lru_cache(maxsize=64)
+def _weighed_sums_of(group, dim, tokens):
+    """Add `tokens` values of `source` from `first` on, times columns from `at` on of `s`."""
+    each = tokens_at_once(group, dim, tokens)
+
+    @part
+    def sums_by_tiles(source, first, s, at, acc):
+        for t in range(0, tokens, each):
+            add_tile(source, first + t * dim, s, at + t, acc, dim, each, group)
+
+    @part
+    def sums_one_by_one(source, first, s, at, acc):
+        for g in range(group):
+            for j in range(dim):
+                a = acc[g, j]
+                for t in range(tokens):
+                    a += s[g, at + t] * widen(source[first + t * dim + j])
+                acc[g, j] = a
+
+    return sums_by_tiles if each else sums_one_by_one
+
+
+@lru_cache(maxsize=64)
 def _add_values(group, tokens, value_dim, value_offset):
     """Add the values of a row's blocks, then of its strip, each times its weight, to `acc`."""
+    weighed_sums = _weighed_sums_of(group, value_dim, tokens)
+    weighed_sum = _weighed_sums_of(group, value_dim, 1)
 
     @part
     def add_values(pool, slots, start, stop, strip, length, s, acc):
         at = 0
         for i in range(start, stop):
-            block = pool[slots[i]]
-            for g in range(group):
-                for j in range(value_dim):
-                    a = acc[g, j]
-                    for t in range(tokens):
-                        a += s[g, at + t] * widen(block[value_offset + t * value_dim + j])
-                    acc[g, j] = a
+            weighed_sums(pool[slots[i]], value_offset, s, at, acc)
             at += tokens
         for t in range(length):
-            for g in range(group):
-                p = s[g, at + t]
-                for j in range(value_dim):
-                    acc[g, j] += p * widen(strip[t, j])
+            weighed_sum(strip[t], 0, s, at + t, acc)
 
     return add_values
 
@@ -154,7 +173,7 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     A block is one row of `pool`: `tokens` keys of `key_dim`, and from `value_offset` on as many
         values.
     """
-    logits_of_key = _logits_of_key(group, key_dim)
+    logits_of_key = _logits_of_keys(group, key_dim, 1)
     logits_of_blocks = _logits_of_blocks(group, tokens, key_dim, value_offset + tokens * value_dim)
     attend_values = attend_values_of(group, tokens, value_dim, value_offset)
 
@@ -162,7 +181,6 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     def attend(query, pool, first_row, last_row, row_ptr, slots, valid,
                strip_key, strip_value, strip_length, scale, merge, out, lse, weights):  # fmt: skip
         q = np.empty((group, key_dim), np.float32)
-        k = np.empty(key_dim, np.float32)
         acc = np.empty((group, value_dim), np.float32)
         for row in range(first_row, last_row):
             for g in range(group):
@@ -170,9 +188,9 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
                     q[g, j] = widen(query[row, g, j]) * scale
             s = weights[row]
             start, stop, length = row_ptr[row], row_ptr[row + 1], strip_length[row]
-            n = logits_of_blocks(pool, slots, valid, start, stop, q, k, s)
+            n = logits_of_blocks(pool, slots, valid, start, stop, q, s)
             for t in range(length):
-                logits_of_key(strip_key[row, t], 0, q, k, s, n + t)
+                logits_of_key(strip_key[row, t], 0, q, s, n + t)
             attend_values(
                 pool, slots, start, stop, strip_value[row], length, merge, s, acc, out[row],
                 lse[row],

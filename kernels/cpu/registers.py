@@ -11,9 +11,18 @@ LANES = 64
 CHANNELS = 32
 """Columns of a product that are summed up at once."""
 
+WIDTH = 16
+"""Elements of a key or value that are multiplied at once."""
+
+MOST_SUMS = 16
+"""Sums that stay in registers beside what is multiplied."""
+
+_I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _F32 = ir.FloatType()
+_F16 = ir.HalfType()
+_SINGLES = ir.VectorType(_F32, WIDTH)
 _FUSED = ("contract",)
 _SINGLE = 4
 
@@ -104,3 +113,141 @@ def multiply_tile(typingctx, left, right, length, out, stride, rows):
         return context.get_dummy_value()
 
     return types.none(left, right, length, out, stride, rows), codegen
+
+
+def tokens_at_once(group, dim, tokens):
+    """How many keys or values a tile may have, a divisor of `tokens`; 0 if tiles do not fit."""
+    if dim % WIDTH or group > MOST_SUMS:
+        return 0
+    return max((n for n in (2, 4) if tokens % n == 0 and n * group <= MOST_SUMS), default=1)
+
+
+@intrinsic(prefer_literal=True)
+def dot_tile(typingctx, keys, first, query, out, at, dim, tokens, group):
+    """``out[g, at + t] = query[g] . keys[first + t * dim :][:dim]``, sums of single precision.
+
+    keys: stored elements, flat; or [n, dim], of which `first` is a row then. query: float32
+    [group, dim]. out: float32. dim, tokens and group are constants that `tokens_at_once` allows.
+    """
+    size, count, heads = dim.literal_value, tokens.literal_value, group.literal_value
+
+    def codegen(context, builder, signature, args):
+        key, q, target = (_Elements(context, builder, signature, args, n) for n in (0, 2, 3))
+        sums = [ir.Constant(_SINGLES, [0.0] * WIDTH)] * (heads * count)
+        for j in range(0, size, WIDTH):
+            own = [key.load(key.vector(args[1], t, size, j)) for t in range(count)]
+            for g in range(heads):
+                x = q.load(q.place(g, j))
+                for t in range(count):
+                    sums[g * count + t] = _multiply_add(builder, own[t], x, sums[g * count + t])
+        totals = _added_up(builder, sums)
+        for g in range(heads):
+            for t in range(count):
+                total = builder.extract_element(totals, ir.Constant(_I32, g * count + t))
+                builder.store(total, target.address(target.place(g, t, args[4])))
+        return context.get_dummy_value()
+
+    return types.none(keys, types.intp, query, out, types.intp, dim, tokens, group), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_tile(typingctx, values, first, weights, at, out, dim, tokens, group):
+    """``out[g] += weights[g, at + t] * values[first + t * dim :][:dim]`` for all t.
+
+    values: stored elements, flat. weights, and out [group, dim]: float32. dim, tokens and group
+    are constants that `tokens_at_once` allows.
+    """
+    size, count, heads = dim.literal_value, tokens.literal_value, group.literal_value
+
+    def codegen(context, builder, signature, args):
+        value, weight, total = (_Elements(context, builder, signature, args, n) for n in (0, 2, 4))
+        factors = [
+            [builder.load(weight.address(weight.place(g, t, args[3]))) for t in range(count)]
+            for g in range(heads)
+        ]
+        factors = [[_splat(builder, factor, WIDTH) for factor in own] for own in factors]
+        for j in range(0, size, WIDTH):
+            own = [value.load(value.vector(args[1], t, size, j)) for t in range(count)]
+            for g in range(heads):
+                x = total.load(total.place(g, j))
+                for vector, factor in zip(own, factors[g], strict=True):
+                    x = _multiply_add(builder, vector, factor, x)
+                place = total.address(total.place(g, j))
+                builder.store(x, builder.bitcast(place, _SINGLES.as_pointer()), align=_SINGLE)
+        return context.get_dummy_value()
+
+    return types.none(values, types.intp, weights, types.intp, out, dim, tokens, group), codegen
+
+
+class _Elements:
+    """The array that is argument `which` of an intrinsic, whatever its last stride is."""
+
+    def __init__(self, context, builder, signature, args, which):
+        self._context, self._builder = context, builder
+        self._kind = signature.args[which]
+        self._array = context.make_array(self._kind)(context, builder, args[which])
+
+    def place(self, row, column, start=None):
+        """Indices of a column, counted from `start`."""
+        column = ir.Constant(_I64, column)
+        return ir.Constant(_I64, row), column if start is None else self._builder.add(start, column)
+
+    def vector(self, first, number, size, column):
+        """Indices of a column of the `number`-th of some vectors of that size."""
+        if self._kind.ndim == 1:
+            return (self._builder.add(first, ir.Constant(_I64, number * size + column)),)
+        return self._builder.add(first, ir.Constant(_I64, number)), ir.Constant(_I64, column)
+
+    def address(self, indices):
+        """Of an element."""
+        return cgutils.get_item_pointer(
+            self._context, self._builder, self._kind, self._array, indices
+        )
+
+    def load(self, indices):
+        """`WIDTH` elements from there on, as numbers of single precision."""
+        builder, element = self._builder, self._kind.dtype
+        stored = {types.uint16: _I16, types.int16: _F16, types.float32: _F32}[element]
+        kind = ir.VectorType(stored, WIDTH)
+        if self._kind.layout == "C":
+            start = builder.bitcast(self.address(indices), kind.as_pointer())
+            own = builder.load(start, align=element.bitwidth // 8)
+        else:
+            own, (*outer, last) = ir.Constant(kind, ir.Undefined), indices
+            for lane in range(WIDTH):
+                address = self.address((*outer, builder.add(last, ir.Constant(_I64, lane))))
+                one = builder.load(builder.bitcast(address, stored.as_pointer()))
+                own = builder.insert_element(own, one, ir.Constant(_I32, lane))
+        if element == types.float32:
+            return own
+        if element == types.int16:
+            return builder.fpext(own, _SINGLES)
+        wide = ir.VectorType(_I32, WIDTH)
+        bits = builder.shl(builder.zext(own, wide), ir.Constant(wide, [16] * WIDTH))
+        return builder.bitcast(bits, _SINGLES)
+
+
+def _lanes(numbers):
+    return ir.Constant(ir.VectorType(_I32, len(numbers)), numbers)
+
+
+def _added_up(builder, vectors):
+    """A vector whose lane i is the sum of ``vectors[i]``, for at most `WIDTH` of them.
+
+    Halves of vectors are added pair by pair, so that every step adds whole vectors.
+    """
+    lanes = WIDTH
+    while lanes > 1:
+        half = lanes // 2
+        low = [start + i for start in range(0, 2 * WIDTH, lanes) for i in range(half)]
+        high = [i + half for i in low]
+        pairs = zip(vectors[::2], vectors[1::2] + vectors[-1:], strict=False)
+        vectors = [
+            builder.fadd(
+                builder.shuffle_vector(a, b, _lanes(low)),
+                builder.shuffle_vector(a, b, _lanes(high)),
+            )
+            for a, b in pairs
+        ]
+        lanes = half
+    return vectors[0]

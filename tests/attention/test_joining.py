@@ -78,9 +78,9 @@ def alone(
 
 def rows_of(engine: SparseAttention, sequence: int) -> Ids:
     """Segments of a sequence in all layers."""
-    assert engine._batch is not None
-    lane = engine._passes.sequences.lane(sequence)
-    return np.concatenate([each.segments[each.rows(lane)] for each in engine._batch.layers])
+    assert engine._running.batch is not None
+    lane = engine._running.passes.sequences.lane(sequence)
+    return np.concatenate([each.segments[each.rows(lane)] for each in engine._running.batch.layers])
 
 
 @pytest.mark.parametrize("preset", [EXACT, KVDRIVE], ids=lambda preset: preset.name)
@@ -113,9 +113,9 @@ def test_a_sequence_gets_beside_others_what_it_gets_alone(preset: Preset) -> Non
 def test_lanes_are_used_again() -> None:
     engine = SparseAttention(GEOMETRY, preset=EXACT, dram="4MiB")
     texts = joined(engine)
-    assert engine._batch is not None
-    room = len(engine._batch.lanes)
-    strips = [layer.strip_key for layer in engine._batch.layers]
+    assert engine._running.batch is not None
+    room = len(engine._running.batch.lanes)
+    strips = [layer.strip_key for layer in engine._running.batch.layers]
     for number in range(20):
         gone = min(texts)
         engine.finish(gone)
@@ -125,9 +125,10 @@ def test_lanes_are_used_again() -> None:
         texts[sequence] = Text(number)
         prefill(engine, sequence, texts[sequence].more(100))
         step(engine, [text.more(1) for text in texts.values()])
-    assert len(engine._batch.lanes) == room
+    assert len(engine._running.batch.lanes) == room
     assert all(
-        layer.strip_key is strip for layer, strip in zip(engine._batch.layers, strips, strict=True)
+        layer.strip_key is strip
+        for layer, strip in zip(engine._running.batch.layers, strips, strict=True)
     ), "nothing was copied for those that joined"
     engine.store.validate()
     engine.close()

@@ -159,13 +159,13 @@ class JoiningMachine(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         assert self.engine.sequences == list(self.texts)
-        if self.engine._batch is None:
+        if self.engine._running.batch is None:
             return
         self.engine.store.validate()
         for tier in self.engine.store.tiers:
             if tier.memory is not None:
                 assert tier.memory.used_bytes <= tier.memory.limit_bytes
-        blocks = sum(int(layer.blocks.sum()) for layer in self.engine._batch.layers)
+        blocks = sum(int(layer.blocks.sum()) for layer in self.engine._running.batch.layers)
         backing = self.engine.store._moves.residency[self.engine.store.backing]
         assert backing.resident == blocks, "what left the batch still has blocks"
 

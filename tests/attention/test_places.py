@@ -106,8 +106,8 @@ def test_rules_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
 def test_a_block_selected_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story(small(), sequences=1)
     engine = prefilled("exact", story, 600, attend_where="in-tier", **TIGHT)
-    assert engine._batch is not None
-    index = engine._batch.layers[0].index
+    assert engine._running.batch is not None
+    index = engine._running.batch.layers[0].index
     select = index.select
 
     def twice(query: Array, budgets: Ids, beside: Array | None = None) -> Selection:

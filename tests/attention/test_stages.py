@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -224,7 +225,7 @@ def test_similar_queries_keep_what_the_last_one_selected(
     engine, asked = make("previous-step", SEQUENCES), []
     STORY.prefill(engine)
     STORY.decode(engine, slice(3))
-    for layer in engine._batch.layers:  # type: ignore[union-attr]
+    for layer in engine._running.batch.layers:  # type: ignore[union-attr]
         select = layer.index.select
 
         def counted(*args: object, select: Callable[..., Selection] = select) -> Selection:
@@ -254,7 +255,7 @@ def test_a_guess_knows_nothing_of_later_blocks_but_they_are_attended(
 
 def fail_in(engine: SparseAttention, stage: str) -> None:
     """The third call of a stage fails from now on."""
-    batch = engine._batch
+    batch = engine._running.batch
     assert batch is not None
     calls = 0
 
@@ -291,7 +292,7 @@ def test_an_error_in_a_stage_reaches_the_caller_and_leaves_nothing_behind(
     fail_in(engine, stage)
     with pytest.raises(OSError, match=f"{stage} failed"):
         STORY.decode(engine, slice(3, None))
-    batch = engine._batch
+    batch = engine._running.batch
     assert batch is not None
     with suppress(OSError):
         batch.settle()
@@ -303,6 +304,25 @@ def test_an_error_in_a_stage_reaches_the_caller_and_leaves_nothing_behind(
     STORY.prefill(engine)
     outs = STORY.decode(engine, slice(3))
     assert bool(torch.isfinite(outs).all())
+
+
+def test_an_update_that_turns_out_to_have_failed_at_the_store_needs_a_reset(
+    make: Callable[..., SparseAttention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("sfc", 1)
+    STORY.prefill(engine)
+    STORY.decode(engine, slice(3))
+    failing = Mock(side_effect=OSError("update failed"))
+    monkeypatch.setattr(engine._running.batch, "settle", failing)
+
+    with pytest.raises(OSError, match="update failed"):
+        _ = engine.store
+
+    with pytest.raises(ConfigError, match="an earlier call failed"):
+        STORY.decode(engine, slice(3, 4))
+    monkeypatch.undo()
+    engine.reset()
+    STORY.prefill(engine)
 
 
 def test_closing_in_the_middle_of_an_update_waits_for_it(
@@ -386,7 +406,7 @@ def test_an_index_without_parts_selects_for_all_rows(make: Callable[..., SparseA
     """Micro-batches need an index that can tell its rows apart."""
     engine = make("sfc", 1)
     STORY.prefill(engine)
-    batch = engine._batch
+    batch = engine._running.batch
     assert batch is not None
     for layer in batch.layers:
         layer.index.part = lambda *_: None  # type: ignore[method-assign]

@@ -25,12 +25,15 @@ def cluster(points: torch.Tensor, clusters: int, iterations: int = 10) -> tuple[
 def spherical_kmeans(points: Doubles, clusters: int, iterations: int) -> tuple[Labels, float]:
     """One set, as the documentation tells it: centre, strided starts, then assign and update.
 
+    The starts are compared as they are, means by their directions.
+
     Returns the labels, and by how much the closest of all decisions was made.
     """
     centred, margin = points - points.mean(0), np.inf
-    centroids = centred[np.arange(clusters) * len(points) // clusters]
-    for _ in range(iterations + 1):
-        units = centroids / np.maximum(np.linalg.norm(centroids, axis=1, keepdims=True), 1e-12)
+    centroids = centred[np.floor((np.arange(clusters) + 0.5) * len(points) / clusters).astype(int)]
+    for number in range(iterations + 1):
+        lengths = np.linalg.norm(centroids, axis=1, keepdims=True)
+        units = centroids / np.maximum(lengths, 1e-12) if number else centroids
         similarity = centred @ units.T
         labels = similarity.argmax(1)
         if clusters > 1:
@@ -136,7 +139,8 @@ def test_half_precision_points_are_computed_in_single(dtype: torch.dtype) -> Non
 
 def lloyd(points: Doubles, clusters: int, iterations: int) -> tuple[Labels, float]:
     """Nearest centroids from strided starts, and by how much the closest decision was made."""
-    centroids, margin = points[np.arange(clusters) * len(points) // clusters], np.inf
+    starts = np.floor((np.arange(clusters) + 0.5) * len(points) / clusters).astype(int)
+    centroids, margin = points[starts], np.inf
     for _ in range(iterations + 1):
         distances = np.square(points[:, None] - centroids).sum(2)
         labels = distances.argmin(1)

@@ -16,7 +16,7 @@ from oracles import attention, exactly, stored
 
 from tierstore import kernels
 from tierstore.kernels import BlockShape, threads
-from tierstore.kernels.threads import over_rows, thread_count
+from tierstore.kernels.threads import over_rows, shared_by, thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +52,19 @@ def test_much_work_runs_at_once_on_several_threads() -> None:
 
     over_rows(8, PLENTY, meet)
 
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(("callers", "parts"), [(1, 4), (2, 2), (3, 1), (9, 1)])
+def test_a_caller_has_its_share_of_the_threads(callers: int, parts: int) -> None:
+    seen: list[tuple[int, int]] = []
+
+    with shared_by(callers):
+        over_rows(8, PLENTY, lambda first, last: seen.append((first, last)))
+    assert len(seen) == parts
+
+    seen.clear()
+    over_rows(8, PLENTY, lambda first, last: seen.append((first, last)))
     assert len(seen) == 4
 
 
