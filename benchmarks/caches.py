@@ -17,6 +17,7 @@ CACHES = {
     "full": "preset full, all in DRAM: full attention by our kernels",
     "kvdrive": "preset kvdrive, all in DRAM",
     "half": "preset kvdrive, DRAM limited to half the size of keys and values, all of them on disk",
+    "window": "preset kvdrive, a fast tier of an eighth, all in DRAM under it",
     "quarter": "preset kvdrive, a quarter for fast tier, DRAM and page cache, and tables; all on "
     "disk, sync level (d)",
     "demo": "preset kvdrive, 16 MiB of fast tier, 64 MiB of DRAM, all on disk",
@@ -33,6 +34,7 @@ def tier_options(kv: int, disk: str | Path) -> dict[str, TierOptions | None]:
         "full": TierOptions("full", dram=ample),
         "kvdrive": TierOptions("kvdrive", dram=ample),
         "half": TierOptions("kvdrive", dram=kv // 2, disk=disk),
+        "window": TierOptions("kvdrive", fast=kv // 8, dram=ample),
         "quarter": TierOptions("kvdrive", fast=kv // 8, dram=kv // 8 + tables, disk=disk, sync="d"),
         "demo": TierOptions("kvdrive", fast="16MiB", dram="64MiB", disk=disk),
     }

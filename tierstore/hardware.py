@@ -149,7 +149,7 @@ SUSTAINED = 0.8
 _U2 = ((4 << 10, 4.5e9), (64 << 10, 6.9e9), (1 << 20, 6.9e9))
 """Samsung PM9A3 U.2, data sheet: 1,100,000 random reads/s of 4 KiB, 6,900 MB/s in sequence."""
 
-_JUDGE, _ADMIT = 28e-9, 130e-9
+_JUDGE, _ADMIT = 20e-9, 150e-9
 """Seconds for a block on the reference machine, from `tierstore roofline` there."""
 
 _LAUNCH = 15e-6
@@ -176,11 +176,11 @@ def _gpu(
     return Hardware(name, device, _HOST, SUSTAINED * link, _U2, _JUDGE, _ADMIT, False, source)
 
 
-_CORES = Processor(2.0e12, 32e9, 19e9, 23 * _GIB, 98e-6)
+_CORES = Processor(1.9e12, 38e9, 19e9, 23 * _GIB, 235e-6)
 
 _REFERENCE = Hardware(
-    "reference", _CORES, _CORES, 9.2e9,
-    ((4 << 10, 0.24e9), (16 << 10, 0.51e9), (64 << 10, 1.1e9), (256 << 10, 1.4e9)),
+    "reference", _CORES, _CORES, 8.7e9,
+    ((4 << 10, 0.17e9), (16 << 10, 0.43e9), (64 << 10, 0.64e9), (256 << 10, 1.2e9)),
     _JUDGE, _ADMIT, True,
     "tierstore roofline on 2 cores of an Intel Xeon at 2.6 GHz with AVX-512 and AMX, 2026-11-30",
 )  # fmt: skip

@@ -41,7 +41,7 @@ def test_measures_every_cache_in_the_same_rounds(tiny_model: LoadedModel, tmp_pa
     assert "Cap: " in data["notes"][0]
 
     tiers = data["details"]["tiers"]
-    assert set(tiers) == {"full", "kvdrive", "half", "quarter", "demo"}
+    assert set(tiers) == {"full", "kvdrive", "half", "window", "quarter", "demo"}
     for report in tiers.values():
         assert report["context_tokens"] == TOKENS + STEPS * (ROUNDS + 1)
     assert [tier["name"] for tier in tiers["demo"]["tiers"]] == ["fast", "dram", "disk"]
