@@ -373,16 +373,16 @@ class SparseAttention:
         known = self._running.passes.sequences
         if self._running.batch is not None or known.numbers:
             raise ConfigError("load_prefix() begins a text, and one is stored: reset() first")
+        batch: Batch | None = None
         try:
-            loaded, columns = load_batch(
+            batch, columns = load_batch(
                 prefixes, self._rules, self.layout, self._stack.tiers, texts, padding
             )
-            self._running.begin(loaded)
         finally:
-            if self._running.batch is None:
+            if batch is None:
                 self.reset()
-        batch = self._running.batch
         if batch is not None:
+            self._running.begin(batch)
             for lane, promised in enumerate(batch.lanes.promised.tolist()):
                 known.enter(lane, Admitted(promised, self._rules.budget))
         return columns

@@ -39,11 +39,11 @@ class Running:
         self._timeline: Timeline | None = None
         self._spread = Spread()
 
-    def begin(self, batch: Batch | None) -> None:
-        """Go on with a batch that was made elsewhere."""
+    def begin(self, batch: Batch) -> Batch:
+        """Have a batch; returns it."""
         self.batch = batch
-        if batch is not None:
-            batch.watch(self._timeline)
+        batch.watch(self._timeline)
+        return batch
 
     def end_all(self) -> None:
         """Forget the batch and its sequences."""
@@ -87,10 +87,9 @@ class Running:
             named = [known.enter(lane, promised) for lane in range(key.shape[0])]
         passes.begin(layer, named)
         try:
-            if self.batch is None:
-                self.begin(Batch(self._rules, self._layout, self._tiers, known.admitted(), scale))
-            assert self.batch is not None
-            yield self.batch
+            yield self.batch or self.begin(
+                Batch(self._rules, self._layout, self._tiers, known.admitted(), scale)
+            )
         except Exception as error:
             if not ends_all:
                 self.end(named, error)
