@@ -62,7 +62,10 @@ def kmeans(
     starts = _starts(n, clusters, init).to(points.device)
     compared = _compared(points, metric, centre)
     centroids = compared[:, starts]
-    assignment = _assign(compared, centroids, metric, as_they_are=metric == "inner")
+    if metric == "inner":
+        assignment = nearest(compared, centroids, centroids.new_zeros(centroids.shape[:2]))
+    else:
+        assignment = _assign(compared, centroids, metric)
     for _ in range(iterations):
         centroids = cluster_means(compared, assignment, centroids)
         before, assignment = assignment, _assign(compared, centroids, metric)
@@ -110,13 +113,10 @@ def in_range(points: torch.Tensor) -> torch.Tensor:
     return points / peak.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _assign(
-    points: torch.Tensor, centroids: torch.Tensor, metric: str, *, as_they_are: bool = False
-) -> torch.Tensor:
+def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch.Tensor:
     if metric == "l2":
         return nearest(points, centroids, centroids.square().sum(-1) / -2)
-    if not as_they_are:
-        centroids = torch.nn.functional.normalize(centroids, dim=-1)
+    centroids = torch.nn.functional.normalize(centroids, dim=-1)
     return nearest(points, centroids, centroids.new_zeros(centroids.shape[:2]))
 
 

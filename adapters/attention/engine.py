@@ -448,7 +448,7 @@ class SparseAttention:
     def close(self) -> None:
         """Free memory and files. Closing twice is allowed."""
         self._is_closed = True
-        self._running.end_all()
+        self._running.end_batch()
         self._close_stack()
 
     @property

@@ -45,12 +45,16 @@ class Running:
         batch.watch(self._timeline)
         return batch
 
+    def end_batch(self) -> None:
+        """Forget what is stored; the sequences, and what ended them, stay known."""
+        if self.batch is not None:
+            self.batch.close()
+            self.batch = None
+
     def end_all(self) -> None:
-        """Forget the batch and its sequences."""
-        batch, self.batch = self.batch, None
+        """Forget everything."""
+        self.end_batch()
         self.passes = Passes(self._rules.geometry.layers)
-        if batch is not None:
-            batch.close()
 
     def watch(self, timeline: Timeline | None) -> None:
         """Note in a timeline when each stage and each transfer runs; None ends it."""
@@ -87,9 +91,12 @@ class Running:
             named = [known.enter(lane, promised) for lane in range(key.shape[0])]
         passes.begin(layer, named)
         try:
-            yield self.batch or self.begin(
-                Batch(self._rules, self._layout, self._tiers, known.admitted(), scale)
-            )
+            batch = self.batch
+            if batch is None:
+                batch = self.begin(
+                    Batch(self._rules, self._layout, self._tiers, known.admitted(), scale)
+                )
+            yield batch
         except Exception as error:
             if not ends_all:
                 self.end(named, error)

@@ -15,7 +15,7 @@ from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.planner.stages import LayerStages, Times
 from tierstore.adapters.presets import PRESETS
 from tierstore.ephemeral import PrivateDirectory
-from tierstore.errors import ConfigError
+from tierstore.errors import CapacityError, ConfigError
 from tierstore.hardware import Hardware, Processor
 from tierstore.kernels.element import to_array
 from tierstore.layout import BlockLayout
@@ -194,17 +194,19 @@ def _step(tokens: int, window: float) -> Times:
 
 
 def disk_rates(disk: str | Path) -> dict[int, float]:
-    """Bytes/s at which a tier reads random extents past the page cache, by their `READ_SIZES`.
+    """Bytes/s at which a tier reads random extents, by their `READ_SIZES`.
+
+    Past the page cache, where the file system has direct reads.
 
     What the tier itself does counts: small extents are bound by that as much as by the disk.
     """
     directory = PrivateDirectory(disk)
     try:
         return {size: _disk_rate(directory.path / str(size), size) for size in READ_SIZES}
-    except OSError as error:
+    except (OSError, CapacityError) as error:
         raise ConfigError(
             f"disk={str(disk)!r}: {FILE_BYTES >> 20} MiB cannot be written and read there "
-            f"({error.strerror or error}); choose another directory"
+            f"({error}); choose another directory"
         ) from error
     finally:
         directory.close()
@@ -214,9 +216,10 @@ def _disk_rate(path: Path, size: int) -> float:
     tier = FileTier(BlockLayout.kv(_BLOCK_TOKENS, GEOMETRY.head_dim, GEOMETRY.dtype), path,
                     extent_bytes=size)  # fmt: skip
     each, extents = size // tier.layout.block_bytes, FILE_BYTES // size
-    blocks = np.ones((_WRITTEN_BYTES // size * each, tier.layout.block_bytes), np.uint8)
-    rows = np.arange(len(blocks), dtype=np.int32)
     random, rates = np.random.default_rng(size), []
+    shape = _WRITTEN_BYTES // size * each, tier.layout.block_bytes
+    blocks = random.integers(0, 256, shape, np.uint8)
+    rows = np.arange(len(blocks), dtype=np.int32)
     try:
         tier.resize(extents * each)
         for first in range(0, extents * each, len(blocks)):
@@ -228,6 +231,7 @@ def _disk_rate(path: Path, size: int) -> float:
             start = time.perf_counter()
             tier.read(slots, blocks, rows[:count]).wait()
             rates.append(count * size / (time.perf_counter() - start))
+        tier.resize(0)
     finally:
         tier.close()
     return statistics.median(rates)

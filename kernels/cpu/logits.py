@@ -10,45 +10,38 @@ from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, widen
 
 
 @lru_cache(maxsize=64)
-def _logits_of_units(group, dim):
-    """Logits of `n` units, the rows of `source`, into the columns of `out`."""
+def dot_kernel(group, dim):
+    """Dot products for one shape; see `tierstore.kernels.dot_logits` for the contract.
+
+    It closes over numbers alone: Numba finds no other closure again in the next process.
+    """
     each = tokens_at_once(group, dim, 4)
 
-    @njit(inline="always", fastmath=FAST)
-    def by_tiles(source, n, q, out):
-        whole = n - n % each
-        for i in range(0, whole, each):
-            dot_tile(source, i, q, out, i, dim, each, group)
-        for i in range(whole, n):
-            dot_tile(source, i, q, out, i, dim, 1, group)
-
-    @njit(inline="always", fastmath=FAST)
-    def one_by_one(source, n, q, out):
-        for i in range(n):
-            for g in range(group):
-                a = np.float32(0.0)
-                for j in range(dim):
-                    a += widen(source[i, j]) * q[g, j]
-                out[g, i] = a
-
-    return by_tiles if each else one_by_one
-
-
-@lru_cache(maxsize=64)
-def dot_kernel(group, dim):
-    """Dot products for one shape; see `tierstore.kernels.dot_logits` for the contract."""
-    logits_of_units = _logits_of_units(group, dim)
-
     @njit(cache=True, nogil=True, fastmath=FAST)
-    def dot(query, units, first_row, last_row, counts, scale, out):
+    def dot_by_tiles(query, units, first_row, last_row, counts, scale, out):
         q = np.empty((group, dim), np.float32)
         for row in range(first_row, last_row):
             for g in range(group):
                 for j in range(dim):
                     q[g, j] = widen(query[row, g, j]) * scale
-            logits_of_units(units[row], counts[row], q, out[row])
+            n = counts[row]
+            whole = n - n % each
+            for i in range(0, whole, each):
+                dot_tile(units[row], i, q, out[row], i, dim, each, group)
+            for i in range(whole, n):
+                dot_tile(units[row], i, q, out[row], i, dim, 1, group)
 
-    return dot
+    @njit(cache=True, nogil=True, fastmath=FAST)
+    def dot_one_by_one(query, units, first_row, last_row, counts, scale, out):
+        for row in range(first_row, last_row):
+            for i in range(counts[row]):
+                for g in range(group):
+                    a = np.float32(0.0)
+                    for j in range(dim):
+                        a += widen(units[row, i, j]) * (widen(query[row, g, j]) * scale)
+                    out[row, g, i] = a
+
+    return dot_by_tiles if each else dot_one_by_one
 
 
 @lru_cache(maxsize=64)

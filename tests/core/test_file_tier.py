@@ -15,7 +15,7 @@ from tierstore.layout import BlockLayout
 from tierstore.policies.lru import LRU
 from tierstore.store import BlockStore
 from tierstore.testing import TierTests
-from tierstore.tiers import FileTier, PinnedTier
+from tierstore.tiers import FileTier, PinnedTier, file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +60,52 @@ def test_what_was_synced_is_there_again(tmp_path: Path, n: int) -> None:
     again = make(tmp_path)
     again.resize(n)
     assert torch.equal(read(again, n), stored)
+    again.close()
+
+
+@pytest.mark.parametrize("codec", [None, "shuffle+zstd"])
+def test_reads_of_many_rounds_bring_any_slots_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str | None
+) -> None:
+    monkeypatch.setattr(file, "_MOST_AT_ONCE", 3)
+    n, stored, random = 90, blocks(90).numpy().copy(), np.random.default_rng(0)
+    code = None if codec is None else make_codec(codec, LAYOUT)
+    tier = make(tmp_path, extent_bytes=4096, codec=code)
+    tier.resize(n)
+    tier.write(everything(n), stored, everything(n)).wait()
+    tier.sync()
+    changed = np.array([4, 31, 32], np.int32)
+    stored[changed] = blocks(n, seed=1).numpy()[changed]
+    tier.write(changed, stored, changed).wait()
+
+    slots = random.integers(0, n, 200).astype(np.int32)
+    rows = random.permutation(200).astype(np.int32)
+    out = np.zeros((200, LAYOUT.block_bytes), np.uint8)
+    tier.read(slots, out, rows).wait()
+
+    np.testing.assert_array_equal(out[rows], stored[slots])
+    tier.close()
+
+
+def test_damage_in_a_later_round_is_told_and_leaves_the_buffers_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_MOST_AT_ONCE", 3)
+    n, stored = 40, blocks(40).numpy()
+    tier = make(tmp_path, extent_bytes=4096)
+    tier.resize(n)
+    tier.write(everything(n), stored, everything(n)).wait()
+    tier.sync()
+    tier.close()
+    content = stored[25, 100:140].tobytes()
+    for path in tmp_path.rglob("*.seg"):
+        path.write_bytes(path.read_bytes().replace(content, bytes(40)))
+    again = make(tmp_path, extent_bytes=4096)
+    again.resize(n)
+    with pytest.raises(CorruptBlockError):
+        read(again, n)
+    assert again._staging.free == 3
+    assert torch.equal(read(again, 24), torch.from_numpy(stored[:24]))
     again.close()
 
 

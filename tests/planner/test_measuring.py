@@ -14,7 +14,7 @@ from tierstore.adapters.attention import Geometry
 from tierstore.adapters.planner import measuring
 from tierstore.adapters.planner.stages import LayerStages, Times
 from tierstore.adapters.presets import PRESETS
-from tierstore.errors import ConfigError
+from tierstore.errors import CapacityError, ConfigError
 from tierstore.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -50,6 +50,17 @@ def test_a_disk_that_takes_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="disk="):
         measuring.disk_rates(tmp_path / "file")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise CapacityError("no space")
+
+    monkeypatch.setattr(measuring.FileTier, "resize", full)
+    with pytest.raises(ConfigError, match="cannot be written and read there"):
+        measuring.disk_rates(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_seconds_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

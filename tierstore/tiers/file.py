@@ -384,7 +384,7 @@ class FileTier(Tier):
         out: Bytes = np.empty((len(buffers), self._each, self.layout.block_bytes), np.uint8)
         for blocks, buffer, size in zip(out, buffers, sizes, strict=True):
             self._codec.decode(np.frombuffer(buffer[:size], np.uint8), blocks)
-        return out.reshape(-1), np.arange(len(buffers)) * (out[0].size)
+        return out.reshape(-1), np.arange(len(buffers)) * out[0].size
 
     def sync(self) -> None:
         if self._volume is not None:
