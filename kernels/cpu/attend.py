@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
+from tierstore.kernels.cpu.parts import part
 from tierstore.kernels.cpu.registers import add_tile, dot_tile, tokens_at_once
 from tierstore.kernels.cpu.scalar import (
     FAST,
@@ -20,9 +21,6 @@ AHEAD = 8
 """Blocks are scattered: their cache lines are asked for this many blocks before they are used."""
 
 MINUS_INFINITY = np.float32(-np.inf)
-
-part = njit(inline="always", fastmath=FAST)
-"""Parts of the kernel are written into it: called as functions they took twice the time."""
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
+from tierstore.kernels.cpu.parts import part
 from tierstore.kernels.cpu.scalar import (
     FAST,
     exp_nonpositive,
@@ -24,8 +25,6 @@ _LOWEST = np.float32(-3e38)
 
 _CHUNK = 2048
 """Units that are looked at twice while the processor's first cache holds them."""
-
-part = njit(inline="always", fastmath=FAST)
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ import numpy as np
 from numba import njit
 
 from tierstore.kernels.cpu.attend import AHEAD
+from tierstore.kernels.cpu.parts import part
 from tierstore.kernels.cpu.scalar import (
     FAST,
     exp_nonpositive,
@@ -20,7 +21,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 _FLOOR = 1e-4
 
 
-@njit(inline="always", fastmath=FAST)
+@part
 def _add(logit, value, value_dim, peak, total, sums):
     """One more token in a running softmax; returns its new peak and total."""
     if logit > peak:
@@ -35,7 +36,7 @@ def _add(logit, value, value_dim, peak, total, sums):
     return peak, total + weight
 
 
-@njit(inline="always", fastmath=FAST)
+@part
 def _finish(peak, total, sums, value_dim, merge, out, lse, row, g):
     """Write one head's result, or merge it with what stands there."""
     own = peak + np.log(total) if total > 0 else _MINUS_INFINITY
@@ -63,7 +64,7 @@ _STEP = 4
 """Clusters whose values are added together; a divisor of `_TILE`."""
 
 
-@njit(inline="always", fastmath=FAST)
+@part
 def _weigh(s, n, peak, total, sums):
     """Logits of a tile into weights relative to the new peak of a running softmax.
 
@@ -91,7 +92,7 @@ def _weigh(s, n, peak, total, sums):
 def _cluster_logits(group, dim):
     """Logits of a tile of clusters, each counted as often as it has tokens."""
 
-    @njit(inline="always", fastmath=FAST)
+    @part
     def cluster_logits(q, centroids, values, sizes, units, first, last, key, s):
         line = 64 // centroids.itemsize
         for i in range(last - first):
@@ -119,7 +120,7 @@ def _cluster_logits(group, dim):
 def _cluster_values(group, value_dim):
     """Add the values of a tile of clusters, each times its weight."""
 
-    @njit(inline="always", fastmath=FAST)
+    @part
     def cluster_values(values, units, s, value, sums):
         n = units.shape[0]
         for first in range(0, n, _STEP):

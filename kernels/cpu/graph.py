@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
+from tierstore.kernels.cpu.parts import known
 from tierstore.kernels.cpu.scalar import FAST, widen
 
 _ENTRIES = 8
@@ -43,7 +44,7 @@ def _logit_of(dim):
             total += q[j] * widen(vector[j])
         return total
 
-    return logit_of
+    return known(logit_of)
 
 
 @lru_cache(maxsize=64)

@@ -5,16 +5,14 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
+from tierstore.kernels.cpu.parts import known
 from tierstore.kernels.cpu.registers import dot_tile, tokens_at_once
 from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, widen
 
 
 @lru_cache(maxsize=64)
 def dot_kernel(group, dim):
-    """Dot products for one shape; see `tierstore.kernels.dot_logits` for the contract.
-
-    It closes over numbers alone: Numba finds no other closure again in the next process.
-    """
+    """Dot products for one shape; see `tierstore.kernels.dot_logits` for the contract."""
     each = tokens_at_once(group, dim, 4)
 
     @njit(cache=True, nogil=True, fastmath=FAST)
@@ -41,7 +39,7 @@ def dot_kernel(group, dim):
                         a += widen(units[row, i, j]) * (widen(query[row, g, j]) * scale)
                     out[row, g, i] = a
 
-    return dot_by_tiles if each else dot_one_by_one
+    return known(dot_by_tiles if each else dot_one_by_one)
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,8 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.attend import MINUS_INFINITY, attend_values_of, part
+from tierstore.kernels.cpu.attend import MINUS_INFINITY, attend_values_of
+from tierstore.kernels.cpu.parts import part
 from tierstore.kernels.cpu.registers import CHANNELS, multiply_tile
 from tierstore.kernels.cpu.scalar import FAST, widen
 

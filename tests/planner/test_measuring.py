@@ -16,6 +16,7 @@ from tierstore.adapters.planner.stages import LayerStages, Times
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.hardware import Hardware
+from tierstore.tiers import FileTier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def full(*_: object) -> None:
         raise CapacityError("no space")
 
-    monkeypatch.setattr(measuring.FileTier, "resize", full)
+    monkeypatch.setattr(FileTier, "resize", full)
     with pytest.raises(ConfigError, match="cannot be written and read there"):
         measuring.disk_rates(tmp_path)
     assert list(tmp_path.iterdir()) == []
