@@ -28,13 +28,14 @@ def tier_options(kv: int, disk: str | Path) -> dict[str, TierOptions | None]:
     """The tiers of each cache for `kv` bytes of keys and values; None for transformers' own."""
     ample = 3 * kv + (64 << 20)
     tables = kv // 8  # 128 bytes for each block of 1 KiB
+    eighth = max(kv // 8, 1 << 20)
     return {
         "floor": None,
         "dynamic": None,
         "full": TierOptions("full", dram=ample),
         "kvdrive": TierOptions("kvdrive", dram=ample),
         "half": TierOptions("kvdrive", dram=kv // 2, disk=disk),
-        "window": TierOptions("kvdrive", fast=kv // 8, dram=ample),
-        "quarter": TierOptions("kvdrive", fast=kv // 8, dram=kv // 8 + tables, disk=disk, sync="d"),
+        "window": TierOptions("kvdrive", fast=eighth, dram=ample),
+        "quarter": TierOptions("kvdrive", fast=eighth, dram=eighth + tables, disk=disk, sync="d"),
         "demo": TierOptions("kvdrive", fast="16MiB", dram="64MiB", disk=disk),
     }
