@@ -126,7 +126,8 @@ class Run:
 
     def _unfinished(self) -> int:
         """Resources that have work left: so many share the processors."""
-        return sum(not self._is_done[own[-1]] for own in self._own.values())
+        with self._changed:
+            return sum(not self._is_done[own[-1]] for own in self._own.values())
 
     def wait_for(self, stage: str) -> None:
         """Return when all tasks of a stage are done, or an error keeps them from it."""

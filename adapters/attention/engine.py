@@ -412,31 +412,11 @@ class SparseAttention:
 
         They are numbered anew, from 0.
         """
-        batch, known = self._stored(), self._running.passes.sequences
-        if not rows or min(rows) < 0 or max(rows) >= len(known.numbers):
-            raise ConfigError(
-                f"rows={list(rows)}: expected numbers from 0 to {len(known.numbers) - 1}"
-            )
-        chosen = [known.numbers[row] for row in rows]
-        known.lanes(list(dict.fromkeys(chosen)))
-        sources = [known.lane(each) for each in chosen]
-        if sources != list(range(len(batch.lanes))):
-            with self._running.passes.changing():
-                batch.arrange(sources)
-        self._running.passes.sequences = known.renumbered(chosen)
+        self._running.select_rows(self._stored(), rows)
 
     def crop(self, tokens: int, *, sequences: Sequence[int] | None = None) -> None:
         """Forget the last `tokens` tokens of `sequences`, by default of all, in every layer."""
-        batch, known = self._stored(), self._running.passes.sequences
-        self._running.passes.check_between()
-        lanes = known.lanes(known.numbers if sequences is None else sequences)
-        shortest = int(batch.tokens[lanes].min(initial=MOST))
-        if not 0 <= tokens <= shortest:
-            raise ConfigError(
-                f"crop of {tokens} tokens: expected 0 to {shortest}, the shortest text"
-            )
-        with self._running.passes.changing():
-            batch.crop(tokens, lanes)
+        self._running.crop(self._stored(), tokens, sequences)
 
     def reset(self) -> None:
         """Forget everything; the next call may bring another number of sequences."""

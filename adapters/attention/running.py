@@ -11,6 +11,7 @@ from tierstore.adapters.attention.lanes import Admitted
 from tierstore.adapters.attention.passes import Passes
 from tierstore.adapters.attention.spread import Spread
 from tierstore.errors import ConfigError
+from tierstore.sizes import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,6 +103,34 @@ class Running:
                 self.end(named, error)
             raise
         passes.succeed(layer)
+
+    def select_rows(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Make sequence i what the ``rows[i]``-th was; they are numbered anew."""
+        known = self.passes.sequences
+        if not rows or min(rows) < 0 or max(rows) >= len(known.numbers):
+            raise ConfigError(
+                f"rows={list(rows)}: expected numbers from 0 to {len(known.numbers) - 1}"
+            )
+        chosen = [known.numbers[row] for row in rows]
+        known.lanes(list(dict.fromkeys(chosen)))
+        sources = [known.lane(each) for each in chosen]
+        if sources != list(range(len(batch.lanes))):
+            with self.passes.changing():
+                batch.arrange(sources)
+        self.passes.sequences = known.renumbered(chosen)
+
+    def crop(self, batch: Batch, tokens: int, sequences: Sequence[int] | None) -> None:
+        """Forget the last `tokens` tokens of `sequences`, by default of all."""
+        known = self.passes.sequences
+        self.passes.check_between()
+        lanes = known.lanes(known.numbers if sequences is None else sequences)
+        shortest = int(batch.tokens[lanes].min(initial=MOST))
+        if not 0 <= tokens <= shortest:
+            raise ConfigError(
+                f"crop of {tokens} tokens: expected 0 to {shortest}, the shortest text"
+            )
+        with self.passes.changing():
+            batch.crop(tokens, lanes)
 
     def end(self, sequences: Sequence[int], error: Exception) -> None:
         """Give the running pass up: `error` has ended these sequences."""
