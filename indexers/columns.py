@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import CapacityError
-from tierstore.kernels.element import is_host, to_tensor
+from tierstore.kernels.element import is_host, to_array, to_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,7 +126,7 @@ class Columns:
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Copies of all arrays on the host."""
         return {
-            name: array.copy() if is_host(array) else to_tensor(array).cpu().numpy()
+            name: array.copy() if is_host(array) else to_array(to_tensor(array).cpu())
             for name, array in self._arrays.items()
         }
 
@@ -151,7 +151,10 @@ class Columns:
     def _replace(self, name: str, content: Array) -> None:
         memory = self._memory(name)
         array = memory.take(content.shape, content.dtype, "index")
-        array[...] = content
+        if is_host(array):
+            array[...] = content
+        else:
+            to_tensor(array).copy_(to_tensor(content))
         memory.give(self._arrays[name])
         self._arrays[name] = array
         self._columns[name] = replace(self._columns[name], dtype=content.dtype)
