@@ -12,7 +12,7 @@ mkdir -p "$out"
 "$bin/python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; import cupy, triton'
 nvidia-smi | tee "$out/device.txt"
 "$bin/pytest" -m gpu tests 2>&1 | tee "$out/tests.txt"
-PYTHONPATH=tests/kernels "$bin/pytest" tests/kernels/triton_suite.py 2>&1 | tee "$out/kernels.txt"
+PYTHONPATH=tests/kernels "$bin/pytest" tests/kernels/triton_*suite.py 2>&1 | tee "$out/kernels.txt"
 "$bin/python" -m tierstore.benchmarks.gpu_compile "$out/gpu-compile.json" | tee "$out/gpu-compile.md"
 "$bin/python" -m tierstore.benchmarks.gpu_kernels "$out/gpu-kernels.json" | tee "$out/gpu-kernels.md"
 "$bin/tierstore" bench attention --json "$out/bench-attention.json"

@@ -1,6 +1,7 @@
 """Compile every GPU kernel ahead of time, without a GPU, and note registers, spills and memory.
 
-``python -m tierstore.benchmarks.gpu_compile [JSON]`` prints a table and writes the report.
+``python -m tierstore.benchmarks.gpu_compile [JSON]`` prints the table of ``docs/gpu.md`` and writes
+the report.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tierstore.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 TARGETS = (80, 90)
+DIMS = (64, 128, 256)
 
 
 class Kernel(Protocol):
@@ -60,14 +62,14 @@ def _kernels() -> Iterator[Case]:
          "tally"), "*i32",
     )  # fmt: skip
     bytes_ = dict.fromkeys(("valid", "valid_of", "kept", "codes"), "*u8")
-    wide = dict.fromkeys(("row_ptr", "cuts", "found", "assignment", "last_used"), "*i64")
+    wide = dict.fromkeys(("row_ptr", "cuts", "found", "labels", "packed", "last_used"), "*i64")
     types = ints | bytes_ | wide
     for element in ("bf16", "fp32"):
         kv = dict.fromkeys(
             ("query", "units", "high", "low", "pool", "strip_key", "strip_value", "keys", "rows",
              "out"), f"*{element}",
         )  # fmt: skip
-        for dim in (128, 256) if element == "bf16" else (128,):
+        for dim in DIMS:
             yield from _attention(types | kv, element, dim)
         yield from _blocks(types | kv, element)
         yield from _codecs(types | kv, element)
@@ -77,14 +79,15 @@ def _kernels() -> Iterator[Case]:
 def _attention(types: Mapping[str, str], element: str, dim: int) -> Iterator[Case]:
     """Scores and attention over elements of a type."""
     from tierstore.kernels.triton import attend, logits
+    from tierstore.kernels.triton.launch import tile_of
 
     heads = {"GROUP": 4, "HEADS": 16}
     name = f"G4 d{dim} {element}"
-    scored = {**heads, "DIM": dim, "WIDTH": dim, "TILE": logits.TILE}
+    tile = tile_of(dim, 2 if element == "bf16" else 4)
+    scored = {**heads, "DIM": dim, "WIDTH": dim, "TILE": tile}
     kv_logits = {**types, "out": "*fp32"}
     yield logits.dot_kernel, name, kv_logits, scored
     yield logits.box_kernel, name, kv_logits, scored
-    tile = attend.TILE // (2 if dim > 128 else 1)
     yield attend.attend_kernel, f"{name} P4", types, {
         **heads, "TOKENS": 4, "KEY": dim, "VALUE": dim, "OFFSET": 4 * dim,
         "KEY_WIDTH": dim, "VALUE_WIDTH": dim, "TILE": tile,
@@ -96,7 +99,7 @@ def _attention(types: Mapping[str, str], element: str, dim: int) -> Iterator[Cas
 
 def _blocks(types: Mapping[str, str], element: str) -> Iterator[Case]:
     """What is made of blocks, and their copies."""
-    from tierstore.kernels.triton import gather, pq, represent
+    from tierstore.kernels.triton import gather, represent
 
     yield represent.page_kernel, f"P16 d128 {element}", types, {
         "TOKENS": 16, "DIM": 128, "ROOM": 16, "WIDTH": 128, "MEAN": True,
@@ -105,9 +108,6 @@ def _blocks(types: Mapping[str, str], element: str) -> Iterator[Case]:
         **types, "first": f"*{element}", "second": f"*{element}"
     }, {"TOKENS": 16, "DIM": 128, "ROOM": 16, "WIDTH": 128, "MEAN": False}  # fmt: skip
     yield gather.gather_kernel, element, types, {"TILE": gather.TILE}
-    yield pq.encode_kernel, f"8 x 6 bits {element}", types, {
-        "PARTS": 8, "ENTRIES": 64, "DIM": 16, "ROOM": 64, "WIDTH": 16, "TILE": pq.TILE,
-    }  # fmt: skip
 
 
 def _codecs(types: Mapping[str, str], element: str) -> Iterator[Case]:
@@ -144,11 +144,14 @@ def _of_any_element(types: Mapping[str, str]) -> Iterator[Case]:
     yield combine.keep_kernel, "", types, {"TILE": tile}
     yield select.cut_kernel, "", types, {"TILE": select.TILE}
     yield select.write_kernel, "", types, {"TILE": select.TILE}
-    spread = {"DIM": 128, "WIDTH": 128, "TILE": clustering.TILE}
-    yield clustering.nearest_kernel, "d128", types, spread
-    yield clustering.means_kernel, "d128", types, spread
+    for dim in (16, *DIMS):
+        spread = {"DIM": dim, "WIDTH": dim, "TILE": clustering.TILE}
+        yield clustering.nearest_kernel, f"d{dim}", types, spread
+        yield clustering.sums_kernel, f"d{dim}", {**types, "sizes": "*i64"}, spread
+    coded = {"BITS": 6, "LANES": pq.LANES}
+    yield pq.pack_kernel, "6 bits", types, {**coded, "ROOM": 8}
     yield pq.scan_kernel, "G4 8 x 6 bits", types, {
-        "GROUP": 4, "PARTS": 8, "ENTRIES": 64, "HEADS": 4, "TILE": pq.TILE,
+        **coded, "GROUP": 4, "PARTS": 8, "HEADS": 4,
     }  # fmt: skip
     yield directory.judge_kernel, "", types, {"CHUNK": tables.CHUNK, "TILE": directory.TILE}
 
@@ -168,9 +171,7 @@ _ARRAYS = frozenset(
         "points",
         "centroids",
         "offsets",
-        "fallback",
-        "means",
-        "books",
+        "sums",
         "tables",
         "first",
         "second",
@@ -269,14 +270,30 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def table(rows: Iterable[Compiled]) -> Iterator[str]:
+    """Lines of Markdown, one for each kernel, with what each target needs."""
+    yield "| kernel | shape | registers sm_80 / sm_90 | spilled bytes | shared memory, bytes |"
+    yield "|---|---|---|---|---|"
+    for _, of_targets in groupby(rows, key=lambda row: (row.kernel, row.shape)):
+        made = list(of_targets)
+        needs = (
+            " / ".join(str(getattr(row, name)) for row in made)
+            for name in ("registers", "spill_bytes", "shared_bytes")
+        )
+        yield f"| `{made[0].kernel}` | {made[0].shape} | {' | '.join(needs)} |"
+
+
 def main(target: str | None = None) -> None:
     """Compile, print a Markdown table, and write JSON where a file is named."""
     rows = []
-    print("| kernel | shape | target | registers | spilled bytes | shared memory |")
-    print("|---|---|---|---|---|---|")
-    for row in chain(compile_cuda(), compile_triton()):
-        rows.append(row)
-        print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |", flush=True)
+
+    def compiled() -> Iterator[Compiled]:
+        for row in chain(compile_cuda(), compile_triton()):
+            rows.append(row)
+            yield row
+
+    for line in table(compiled()):
+        print(line, flush=True)
     if target is not None:
         versions = {name: metadata.version(name) for name in ("triton", "nvidia-cuda-nvrtc")}
         report = {"versions": versions, "kernels": [asdict(row) for row in rows]}

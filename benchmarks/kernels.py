@@ -30,7 +30,7 @@ from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.rounds import Measure, Ratio, alternate
 from tierstore.benchmarks.scoring_cases import SCORING
 from tierstore.errors import ConfigError
-from tierstore.kernels.operations import backend_of
+from tierstore.kernels.backend import backend_of
 from tierstore.kernels.threads import thread_count
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ class StatisticalBoxIndex(ScoringIndex):
         return {"high": side, "low": side}
 
     def represent(self, new: NewTokens) -> Representatives:
-        pages = new.pages(self.page_tokens).float()
+        high, low = new.page_bounds(self.page_tokens)
         # Halved first: the sum of two huge keys overflows.
-        centre = pages.amax(2) / 2 + pages.amin(2) / 2
-        radius = (pages - centre[:, :, None]).abs().mean(2)
+        centre = high.float() / 2 + low.float() / 2
+        radius = (new.pages(self.page_tokens).float() - centre[:, :, None]).abs().mean(2)
         return Representatives({"high": centre + radius, "low": centre - radius})
 
     def logits(self, query: Array, out: Array) -> None:

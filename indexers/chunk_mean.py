@@ -10,4 +10,4 @@ class ChunkMeanIndex(ScoringIndex):
     rule = Rule("max")
 
     def represent(self, new: NewTokens) -> Representatives:
-        return Representatives({"vectors": new.pages(self.page_tokens).float().mean(2)})
+        return Representatives({"vectors": new.page_means(self.page_tokens)})

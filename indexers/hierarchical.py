@@ -49,7 +49,7 @@ class HierarchicalIndex(ScoringIndex):
         self.iterations = iterations
 
     def represent(self, new: NewTokens) -> Representatives:
-        means = new.pages(self.page_tokens).mean(2, dtype=torch.float32)
+        means = new.page_means(self.page_tokens)
         pages = means.shape[1]
         stretch = max(1, self.segment_tokens // self.page_tokens)
         whole = pages // stretch * stretch

@@ -36,8 +36,8 @@ class QuestIndex(ScoringIndex):
         return {"high": extreme, "low": extreme}
 
     def represent(self, new: NewTokens) -> Representatives:
-        pages = new.pages(self.page_tokens)
-        return Representatives({"high": pages.amax(2), "low": pages.amin(2)})
+        high, low = new.page_bounds(self.page_tokens)
+        return Representatives({"high": high, "low": low})
 
     def logits(self, query: Array, out: Array) -> None:
         high, low = self.data["high"], self.data["low"]

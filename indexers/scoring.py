@@ -20,7 +20,7 @@ from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.indexers.columns import Column, Columns
 from tierstore.indexers.rules import Rule
 from tierstore.interfaces import BlockScores, Ids, Index, IndexContext, Pointers, Scores, Selection
-from tierstore.kernels.element import is_host, stored_dtype, to_tensor
+from tierstore.kernels.element import is_host, stored_dtype, to_array, to_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,6 +76,22 @@ class NewTokens:
         """The keys by pages, [R', n / tokens, tokens, d]."""
         pages: torch.Tensor = self.keys.unflatten(1, (-1, tokens))
         return pages
+
+    def page_means(self, tokens: int) -> torch.Tensor:
+        """The mean key of each page, float32 [R', n / tokens, d]."""
+        means = self._for_each_page(tokens, torch.float32)
+        kernels.page_means(to_array(self.keys), tokens, to_array(means))
+        return means
+
+    def page_bounds(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The extremes of the keys of each page by channel, largest first, [R', n / tokens, d]."""
+        high, low = (self._for_each_page(tokens, self.keys.dtype) for _ in range(2))
+        kernels.page_bounds(to_array(self.keys), tokens, to_array(high), to_array(low))
+        return high, low
+
+    def _for_each_page(self, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        rows, n, dim = self.keys.shape
+        return self.keys.new_empty((rows, n // tokens, dim), dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,7 @@ class ShadowKVIndex(ScoringIndex):
 
     def represent(self, new: NewTokens) -> Representatives:
         pages = new.pages(self.page_tokens).float()
-        means = pages.mean(2)
+        means = new.page_means(self.page_tokens)
         kept = torch.zeros(means.shape[:2], dtype=torch.bool, device=means.device)
         if new.first_unit == 0:
             cosines = torch.cosine_similarity(pages, means[:, :, None], dim=-1).amin(2)

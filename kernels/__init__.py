@@ -1,7 +1,8 @@
 """Numeric inner loops: one signature per operation, a backend chosen by where the arrays live.
 
-Arrays are NumPy (Numba runs them in place) or CuPy (plain torch runs them on the device). Elements
-follow `tierstore.kernels.element`. Shapes use R rows, G query heads per row, d the head dimension.
+Arrays are NumPy (Numba runs them in place) or CuPy (Triton or plain torch runs them on the device).
+Elements follow `tierstore.kernels.element`. Shapes use R rows, G query heads per row, d the head
+dimension.
 
 `tierstore.kernels.reference` is the specification; every backend is property-tested against it.
 """
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tierstore.kernels.backend import backend_of
     from tierstore.kernels.coding import (
         cluster_sums,
         nearest_centroids,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from tierstore.kernels.operations import (
         attend_blocks,
         attend_low_rank,
-        backend_of,
         box_logits,
         combine_heads,
         dot_logits,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         select_blocks,
         weigh_strips,
     )
+    from tierstore.kernels.pages import page_bounds, page_means
     from tierstore.kernels.shape import BlockShape
 
 __all__ = [
@@ -54,6 +56,8 @@ __all__ = [
     "nearest_centroids",
     "pack_codes",
     "pack_signs",
+    "page_bounds",
+    "page_means",
     "pool_pages",
     "pq_logits",
     "search_graph",
@@ -65,12 +69,15 @@ __all__ = [
 _HOMES = {
     "BlockShape": "shape",
     "attend_clusters": "estimate",
+    "backend_of": "backend",
     "attend_sampled": "estimate",
     "cluster_sums": "coding",
     "count_collisions": "estimate",
     "nearest_centroids": "coding",
     "pack_codes": "coding",
     "pack_signs": "estimate",
+    "page_bounds": "pages",
+    "page_means": "pages",
     "pq_logits": "coding",
     "search_graph": "estimate",
     "walk_graph": "estimate",

@@ -1,20 +1,16 @@
-"""k-means over many independent sets at once: narrow points by a kernel, wide ones by torch."""
+"""k-means over many independent sets at once."""
 
 from __future__ import annotations
 
 import torch
 
 from tierstore.kernels import coding
+from tierstore.kernels.element import to_array
 
 METRICS = "inner", "cosine", "l2"
 STARTS = "strided", "random"
-_PRODUCTS = 1 << 24
-"""Similarities that are held at once."""
 _SMALL, _LARGE = 1e-12, 1e12
 """Between these, squares and their sums are far from the ends of float32."""
-_NARROW = 16
-"""Points of up to so many dimensions are compared by the kernel: 5 times as fast as a product of
-matrices, whose result is then read again, at 4 (24 x 6144 points, 64 clusters, one core)."""
 
 
 def kmeans(
@@ -58,7 +54,7 @@ def kmeans(
         offsets = torch.arange(segments, device=points.device)[:, None] * (clusters // segments)
         labels = (labels.unflatten(0, (rows, segments)) + offsets).flatten(1)
         return labels, means.unflatten(0, (rows, segments)).flatten(1, 2)
-    points = points.float()
+    points = points.float().contiguous()
     starts = _starts(n, clusters, init).to(points.device)
     compared = _compared(points, metric, centre)
     centroids = compared[:, starts]
@@ -122,41 +118,19 @@ def _assign(points: torch.Tensor, centroids: torch.Tensor, metric: str) -> torch
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """int64 [R, n] as `tierstore.kernels.nearest_centroids` says, for float32 tensors."""
-    if _is_for_kernel(points):
-        found = torch.empty(points.shape[:2], dtype=torch.int64)
-        p, c, o = (a.contiguous().numpy() for a in (points, centroids, offsets))
-        coding.nearest_centroids(p, c, o, found.numpy())
-        return found
-    rows, clusters = offsets.shape
-    labels = [
-        # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
-        torch.baddbmm(offsets[:, None], part, centroids.transpose(1, 2)).max(-1).indices
-        for part in points.split(max(1, _PRODUCTS // (rows * clusters)), dim=1)
-    ]
-    return torch.cat(labels, 1)
-
-
-def _is_for_kernel(points: torch.Tensor) -> bool:
-    return points.device.type == "cpu" and points.shape[2] <= _NARROW
+    found = torch.empty(points.shape[:2], dtype=torch.int64, device=points.device)
+    p, c, o = (to_array(tensor.contiguous()) for tensor in (points, centroids, offsets))
+    coding.nearest_centroids(p, c, o, to_array(found))
+    return found
 
 
 def cluster_means(
     points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
 ) -> torch.Tensor:
     """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`."""
-    rows, clusters, dim = fallback.shape
-    if _is_for_kernel(points):
-        sums, sizes = (
-            torch.empty(rows, clusters, dim),
-            torch.empty((rows, clusters), dtype=torch.int64),
-        )
-        arrays = points.contiguous().numpy(), assignment.numpy(), sums.numpy(), sizes.numpy()
-        coding.cluster_sums(*arrays)
-    else:
-        flat = (assignment + torch.arange(rows, device=points.device)[:, None] * clusters).flatten()
-        sizes = torch.bincount(flat, minlength=rows * clusters).view(rows, clusters)
-        sums = points.new_zeros(rows, clusters, dim)
-        sums.view(-1, dim).index_add_(0, flat, points.reshape(-1, dim))
-    sizes = sizes[..., None]
-    means = sums / sizes.clamp(min=1)
-    return torch.where(sizes > 0, means, fallback.float())
+    sums = torch.empty(fallback.shape, device=points.device)
+    sizes = torch.empty(fallback.shape[:2], dtype=torch.int64, device=points.device)
+    p, labels = to_array(points.contiguous()), to_array(assignment.contiguous())
+    coding.cluster_sums(p, labels, to_array(sums), to_array(sizes))
+    means = sums / sizes.clamp(min=1)[..., None]
+    return torch.where(sizes[..., None] > 0, means, fallback.float())

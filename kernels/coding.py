@@ -7,18 +7,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.kernels import reference
-from tierstore.kernels.operations import backend_of
+from tierstore.kernels.backend import cpu, elsewhere
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from tierstore.kernels.element import Array
 
-try:
-    from tierstore.kernels import cpu
-except ImportError:  # As in `tierstore.kernels.operations`.
-    cpu = None  # type: ignore[assignment]
-
 __all__ = ["cluster_sums", "nearest_centroids", "pack_codes", "pq_logits"]
+
+_NARROW = 16
+"""Points of up to so many dimensions are compared by the CPU's kernel: 5 times as fast as a product
+of matrices, whose result is then read again, at 4 (24 x 6144 points, 64 clusters, one core)."""
+
+
+def _for_points(points: Array) -> ModuleType | None:
+    """As `elsewhere`; wide points in host memory are left to products of matrices."""
+    backend = elsewhere(points)
+    return reference if backend is None and points.shape[2] > _NARROW else backend
 
 
 def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Array) -> None:
@@ -30,8 +37,8 @@ def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Arra
     ----------
     points, centroids, offsets: float32 [R, n, d], [R, k, d], [R, k]. out: integers [R, n].
     """
-    if backend_of(points) != "numba":
-        reference.nearest_centroids(points, centroids, offsets, out)
+    if (backend := _for_points(points)) is not None:
+        backend.nearest_centroids(points, centroids, offsets, out)
         return
     kernel = cpu.nearest_kernel(points.shape[2])
     over_rows(
@@ -48,8 +55,8 @@ def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> Non
     ----------
     points, labels: float32 [R, n, d]; int64 [R, n]. sums, sizes: float32 [R, k, d]; int64 [R, k].
     """
-    if backend_of(points) != "numba":
-        reference.cluster_sums(points, labels, sums, sizes)
+    if (backend := _for_points(points)) is not None:
+        backend.cluster_sums(points, labels, sums, sizes)
         return
     kernel = cpu.sums_kernel(points.shape[2])
     over_rows(
@@ -68,8 +75,8 @@ def pack_codes(codes: Array, first: int, packed: Array) -> None:
     ----------
     codes: uint8 [R, n, m], below 2**b. packed: int64 [R, groups, m, b].
     """
-    if backend_of(packed) != "numba":
-        reference.pack_codes(codes, first, packed)
+    if (backend := elsewhere(packed)) is not None:
+        backend.pack_codes(codes, first, packed)
         return
     cpu.pack_kernel(packed.shape[3])(codes, first, packed)
 
@@ -89,8 +96,8 @@ def pq_logits(
     codes: int64 [R, groups, m, b], as `pack_codes` writes them. counts: int32 [R] tokens.
     out: float32 [R, G, 64 * groups]; places behind a row's tokens hold anything.
     """
-    if backend_of(codes) != "numba":
-        reference.pq_logits(query, codewords, codes, counts, scale, out)
+    if (backend := elsewhere(codes)) is not None:
+        backend.pq_logits(query, codewords, codes, counts, scale, out)
         return
     parts, bits = codes.shape[2:]
     kernel = cpu.lookup_kernel(query.shape[1], parts, bits, query.shape[2] // parts)

@@ -38,10 +38,20 @@ def is_host(array: object) -> bool:
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """The elements of a CPU tensor as an array that shares its memory."""
+    """The elements of a tensor as an array that shares its memory: NumPy's, or CuPy's on a GPU.
+
+    Tensors of other types than elements' are arrays of their own type.
+    """
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor.view(_STORED[tensor.dtype][0]).numpy()
+    pattern, dtype = _STORED.get(tensor.dtype, (tensor.dtype, None))
+    if tensor.device.type == "cpu":
+        return tensor.view(pattern).numpy()
+    import cupy
+
+    bits = tensor.view(torch.int16) if pattern == torch.uint16 else tensor.view(pattern)
+    array: Array = cupy.from_dlpack(bits)
+    return array if dtype is None else array.view(dtype)
 
 
 def to_tensor(array: Array) -> torch.Tensor:

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.kernels import estimate_reference as reference
-from tierstore.kernels.operations import backend_of, dot_logits
+from tierstore.kernels.backend import backend_of, cpu
+from tierstore.kernels.operations import dot_logits
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
     from tierstore.kernels.shape import BlockShape
-
-try:
-    from tierstore.kernels import cpu
-except ImportError:  # As in `tierstore.kernels.operations`.
-    cpu = None  # type: ignore[assignment]
 
 
 def attend_clusters(

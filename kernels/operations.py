@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.kernels import reference
-from tierstore.kernels.element import Array, is_host
+from tierstore.kernels.backend import backend_of, cpu, elsewhere
 from tierstore.kernels.shape import BlockShape
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-try:
-    from tierstore.kernels import cpu
-except ImportError:  # Numba has no build for every Python; plain torch then serves the CPU too.
-    cpu = None  # type: ignore[assignment]
+    from tierstore.kernels.element import Array
 
 __all__ = [
     "BlockShape",
     "attend_blocks",
     "attend_low_rank",
-    "backend_of",
     "box_logits",
     "combine_heads",
     "dot_logits",
@@ -33,34 +25,6 @@ __all__ = [
     "select_blocks",
     "weigh_strips",
 ]
-
-
-def backend_of(array: Array) -> str:
-    """The name of the backend that runs operations on `array`.
-
-    ``numba`` for NumPy arrays and ``triton`` for those on a GPU; ``torch`` where Numba or Triton is
-    missing.
-    """
-    if is_host(array):
-        return "numba" if cpu is not None else "torch"
-    return "torch" if _triton() is None else "triton"
-
-
-@cache
-def _triton() -> ModuleType | None:
-    """The Triton kernels, which nothing imports before an array on a GPU turns up."""
-    try:
-        return import_module("tierstore.kernels.triton")
-    except ImportError:
-        return None
-
-
-def _elsewhere(array: Array) -> ModuleType | None:
-    """The kernels that work on `array` as a tensor; None where Numba works on it as it is."""
-    backend = backend_of(array)
-    if backend == "numba":
-        return None
-    return reference if backend == "torch" else _triton()
 
 
 def _numbers(array: Array) -> Array:
@@ -99,8 +63,8 @@ def attend_blocks(
     weights: float32 work space [R, G, at least tokens in the row].
     merge: combine with what `out` and `lse` already hold (another disjoint key set).
     """
-    if (elsewhere := _elsewhere(pool)) is not None:
-        elsewhere.attend_blocks(query, pool, shape, row_ptr, slots, valid, strip_key, strip_value,
+    if (backend := elsewhere(pool)) is not None:
+        backend.attend_blocks(query, pool, shape, row_ptr, slots, valid, strip_key, strip_value,
                                 strip_length, scale, out, lse, merge=merge)  # fmt: skip
         return
     kernel = cpu.attend_kernel(
@@ -176,8 +140,8 @@ def box_logits(
     query: [R, G, d] elements. high, low: [R, u, d] elements, high >= low. counts: int32 [R].
     scale: positive. out: float32 [R, G, u]; places behind a row's units are left as they are.
     """
-    if backend_of(high) != "numba":
-        reference.box_logits(query, high, low, counts, scale, out)
+    if (backend := elsewhere(high)) is not None:
+        backend.box_logits(query, high, low, counts, scale, out)
         return
     kernel = cpu.box_kernel(query.shape[1], query.shape[2])
     over_rows(
@@ -195,8 +159,8 @@ def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Arr
     query: [R, G, d] elements. units: [R, u, d] elements. counts: int32 [R] units in use.
     out: float32 [R, G, u]; places behind a row's units are left as they are.
     """
-    if (elsewhere := _elsewhere(units)) is not None:
-        elsewhere.dot_logits(query, units, counts, scale, out)
+    if (backend := elsewhere(units)) is not None:
+        backend.dot_logits(query, units, counts, scale, out)
         return
     kernel = cpu.dot_kernel(query.shape[1], query.shape[2])
     over_rows(
@@ -234,8 +198,8 @@ def combine_heads(
     heads: rows of a sequence, which ``"mean_all"`` averages over; they have equally many units.
     out: float32 [R, u]; places behind a row's units are left as they are, but for ``"mean_all"``.
     """
-    if (elsewhere := _elsewhere(logits)) is not None:
-        elsewhere.combine_heads(
+    if (backend := elsewhere(logits)) is not None:
+        backend.combine_heads(
             logits, counts, sizes, unit_tokens, beside, aggregate, softmax, heads, out
         )
         return
@@ -291,9 +255,9 @@ def pool_pages(
     kept: bool [R, b], blocks that must come first: they get the row's best score plus 1.
     blocks: int32 [R]. out: float32 [R, b]; places behind a row's blocks are left as they are.
     """
-    if (elsewhere := _elsewhere(scores)) is not None:
+    if (backend := elsewhere(scores)) is not None:
         units = None if unit_of is None else _numbers(unit_of)
-        elsewhere.pool_pages(scores, units, kept, blocks, pages_per_block, softmax, out)
+        backend.pool_pages(scores, units, kept, blocks, pages_per_block, softmax, out)
         return
     of = cpu.NO_UNITS if unit_of is None else unit_of
     keep = cpu.NO_FLAGS if kept is None else kept
@@ -335,9 +299,9 @@ def select_blocks(
     -------
     The number of ids written, ``row_ptr[-1]``.
     """
-    if (elsewhere := _elsewhere(scores)) is not None:
+    if (backend := elsewhere(scores)) is not None:
         tables = map(_numbers, (costs, unit_ptr, unit_blocks))
-        return int(elsewhere.select_blocks(scores, counts, *tables, budgets, row_ptr, ids,
+        return int(backend.select_blocks(scores, counts, *tables, budgets, row_ptr, ids,
                                            out_scores))  # fmt: skip
     return int(
         cpu.select(

@@ -11,6 +11,9 @@ from tierstore.kernels.element import Array, to_tensor
 from tierstore.kernels.rotary import rotate
 from tierstore.kernels.shape import BlockShape
 
+_PRODUCTS = 1 << 24
+"""Products of points and centroids that are held at once."""
+
 
 def attend_blocks(
     query: Array,
@@ -250,10 +253,23 @@ def select_blocks(
     return at
 
 
+def page_means(keys: Array, page_tokens: int, out: Array) -> None:
+    pages = to_tensor(keys).unflatten(1, (-1, page_tokens))
+    to_tensor(out).copy_(pages.mean(2, dtype=torch.float32))
+
+
+def page_bounds(keys: Array, page_tokens: int, high: Array, low: Array) -> None:
+    pages = to_tensor(keys).unflatten(1, (-1, page_tokens))
+    to_tensor(high).copy_(pages.amax(2))
+    to_tensor(low).copy_(pages.amin(2))
+
+
 def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Array) -> None:
-    p, c, o = (to_tensor(a) for a in (points, centroids, offsets))
-    # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
-    to_tensor(out).copy_(torch.baddbmm(o[:, None], p, c.transpose(1, 2)).max(-1).indices)
+    p, c, o, labels = (to_tensor(a) for a in (points, centroids, offsets, out))
+    step = max(1, _PRODUCTS // max(1, o.numel()))
+    for part, own in zip(p.split(step, dim=1), labels.split(step, dim=1), strict=True):
+        # argmax() took twice as long as max() on a CPU (torch 2.13, 3 x 1733 x 462, November 2026).
+        own.copy_(torch.baddbmm(o[:, None], part, c.transpose(1, 2)).max(-1).indices)
 
 
 def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> None:
@@ -275,13 +291,19 @@ def pack_codes(codes: Array, first: int, packed: Array) -> None:
         words[:, groups] = (words[:, groups] & ~flag) | (set_bits[:, chosen] * flag)
 
 
+def lookup_tables(query: torch.Tensor, codewords: torch.Tensor, scale: float) -> torch.Tensor:
+    """What each codeword adds to a logit, float32 [R, G, m, c], as `pq_logits` has its keys."""
+    q = query.float().unflatten(2, (codewords.shape[1], -1))
+    words = codewords[..., : q.shape[3]].float()
+    return torch.einsum("rgmw,rmcw->rgmc", q, words) * scale
+
+
 def pq_logits(
     query: Array, codewords: Array, codes: Array, counts: Array, scale: float, out: Array
 ) -> None:
     q, words, packed, result = (to_tensor(a) for a in (query, codewords, codes, out))
-    parts, bits = packed.shape[2:]
-    q = q.float().unflatten(2, (parts, -1))
-    tables = torch.einsum("rgmw,rmcw->rgmc", q, words[..., : q.shape[3]].float()) * scale
+    bits = packed.shape[3]
+    tables = lookup_tables(q, words, scale)
     lanes, planes = (torch.arange(n, device=packed.device) for n in (64, bits))
     for row, n in enumerate(counts.tolist()):
         used = packed[row, : -(-n // 64), :, None]  # [groups, m, 1, b]

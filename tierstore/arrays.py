@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tierstore.errors import ConfigError, MissingExtraError
-from tierstore.kernels.element import stored_dtype, to_array
+from tierstore.kernels.element import to_array
 from tierstore.memory import Memory
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    import torch
 
     from tierstore.kernels.element import Array
 
@@ -29,11 +30,9 @@ def cupy() -> ModuleType:
 
 def as_array(tensor: torch.Tensor) -> Array:
     """The elements of a tensor as NumPy or, on a GPU, CuPy array that shares its memory."""
-    if tensor.device.type == "cpu":
-        return to_array(tensor)
-    bits = tensor.detach().view(torch.int16) if tensor.element_size() == 2 else tensor.detach()
-    array: Array = cupy().from_dlpack(bits)
-    return array.view(stored_dtype(tensor.dtype))
+    if tensor.device.type != "cpu":
+        cupy()
+    return to_array(tensor)
 
 
 class CupyBuffer:

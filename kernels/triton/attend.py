@@ -20,14 +20,15 @@ from tierstore.kernels.triton.launch import (
     processors,
     product,
     tensors,
+    tile_of,
     tiles,
 )
 
 if TYPE_CHECKING:
     from tierstore.kernels.shape import BlockShape
 
-TILE = 64
-"""Tokens that a program attends to at once, in heads of at most 128 elements."""
+_PART_TOKENS = 64
+"""Tokens that are worth a part of their own."""
 
 _PROGRAMS_EACH = 2
 """Programs wanted for each multiprocessor."""
@@ -156,10 +157,10 @@ def merge_kernel(parts, part_lse, out, lse, count, GROUP: tl.constexpr, VALUE: t
 def parts_of(rows: int, blocks: int, tokens: int, programs: int) -> int:
     """Parts that a row's blocks are attended in, so that there are about so many programs.
 
-    rows; blocks of the longest row; tokens of a block. No part has fewer tokens than a tile.
+    rows; blocks of the longest row; tokens of a block. No part has fewer than 64 tokens.
     """
     wanted = tiles(programs, max(rows, 1))
-    return max(1, min(wanted, tiles(blocks * tokens, TILE)))
+    return max(1, min(wanted, tiles(blocks * tokens, _PART_TOKENS)))
 
 
 def attend_blocks(
@@ -188,14 +189,14 @@ def attend_blocks(
     split = parts_of(rows, longest, shape.tokens, programs)
     parts = blocks.new_empty((rows, split + 1, group, shape.value_dim), dtype=torch.float32)
     sums = parts.new_empty(parts.shape[:3])
-    wide = max(shape.key_dim, shape.value_dim) > 128
+    widths = padded(shape.key_dim), padded(shape.value_dim)
     launch(
         attend_kernel, (rows, split + 1), q.contiguous(), blocks, pointers, at, live, key, value,
         length, parts, sums, scale, tiles(longest, split), blocks.stride(0), key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), GROUP=group, TOKENS=shape.tokens,
         KEY=shape.key_dim, VALUE=shape.value_dim, OFFSET=shape.value_offset, HEADS=padded(group),
-        KEY_WIDTH=padded(shape.key_dim), VALUE_WIDTH=padded(shape.value_dim),
-        TILE=TILE // 2 if wide else TILE,
+        KEY_WIDTH=widths[0], VALUE_WIDTH=widths[1],
+        TILE=tile_of(max(widths), blocks.element_size()),
     )  # fmt: skip
     merge_parts(parts, sums, to_tensor(out), to_tensor(lse), merge=merge)
 

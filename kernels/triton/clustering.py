@@ -1,19 +1,26 @@
-"""The two halves of a round of k-means, over many independent sets at once."""
+"""The two halves of a round of k-means, over many independent sets at once.
+
+Arguments are described once, in `tierstore.kernels`.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from tierstore.kernels.triton.launch import launch, padded, tiles
+from tierstore.kernels.triton.launch import launch, padded, tensors, tiles
 
-TILE = 64
-"""Points, or clusters, of a tile."""
+if TYPE_CHECKING:
+    from tierstore.kernels.element import Array
+
+TILE = 32
+"""Points, or clusters, of a tile: products in float32 spill where 64 wide points meet as many."""
 
 
 @triton.jit
-def nearest_kernel(points, centroids, offsets, assignment, n, clusters, DIM: tl.constexpr,
+def nearest_kernel(points, centroids, offsets, labels, n, clusters, DIM: tl.constexpr,
                    WIDTH: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     point, axis = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
@@ -32,73 +39,58 @@ def nearest_kernel(points, centroids, offsets, assignment, n, clusters, DIM: tl.
             mask=is_cluster[None, :] & (axis[:, None] < DIM),
             other=0.0,
         )
-        offset = tl.load(offsets + row * clusters + cluster, mask=is_cluster, other=float("inf"))
-        score = tl.dot(x, c, input_precision="ieee") - offset[None, :]
+        offset = tl.load(offsets + row * clusters + cluster, mask=is_cluster, other=0.0)
+        score = tl.dot(x, c, input_precision="ieee") + offset[None, :]
+        # What is no number fits nothing, so that a label is always one of a cluster.
+        score = tl.where(is_cluster[None, :] & (score == score), score, float("-inf"))
         top = tl.max(score, 1)
         # The first of equals stays, in a tile as between tiles.
         nearest = tl.where(top > best, first + tl.argmax(score, 1), nearest)
         best = tl.maximum(best, top)
-    tl.store(assignment + row * n + point, nearest.to(tl.int64), mask=point < n)
+    tl.store(labels + row * n + point, nearest.to(labels.dtype.element_ty), mask=point < n)
 
 
 @triton.jit
-def means_kernel(points, assignment, fallback, means, n, clusters, DIM: tl.constexpr,
-                 WIDTH: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+def sums_kernel(points, labels, sums, sizes, n, clusters, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                TILE: tl.constexpr):  # fmt: skip
     """Sums as products with a membership matrix: in the same order every time, unlike atomics."""
     row = tl.program_id(0).to(tl.int64)
     cluster, axis = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
-    sums = tl.zeros((TILE, WIDTH), tl.float32)
-    size = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE, WIDTH), tl.float32)
+    size = tl.zeros((TILE,), tl.int32)
     for first in range(0, n, TILE):
         point = first + tl.arange(0, TILE)
-        own = tl.load(assignment + row * n + point, mask=point < n, other=-1)
-        member = tl.where(own[None, :] == cluster[:, None], 1.0, 0.0)
+        own = tl.load(labels + row * n + point, mask=point < n, other=-1)
+        is_member = own[None, :] == cluster[:, None]
         x = tl.load(
             points + (row * n + point[:, None]) * DIM + axis[None, :],
             mask=(point[:, None] < n) & (axis[None, :] < DIM),
             other=0.0,
         )
-        sums = tl.dot(member, x, sums, input_precision="ieee")
-        size += tl.sum(member, 1)
-    place = (row * clusters + cluster[:, None]) * DIM + axis[None, :]
-    inside = (cluster[:, None] < clusters) & (axis[None, :] < DIM)
-    last = tl.load(fallback + place, mask=inside, other=0.0)
-    mean = tl.where(size[:, None] > 0, sums / tl.maximum(size, 1.0)[:, None], last)
-    tl.store(means + place, mean, mask=inside)
-
-
-def nearest(
-    points: torch.Tensor, centroids: torch.Tensor, *, euclidean: bool = False
-) -> torch.Tensor:
-    """The centroid of each point, int64 [R, n]: by inner product, or by distance if `euclidean`.
-
-    points: float32 [R, n, d]. centroids: float32 [R, k, d]. Of equals the first is taken.
-    """
-    points, centroids = points.contiguous(), centroids.contiguous()
-    rows, n, dim = points.shape
-    offsets = (
-        centroids.square().sum(-1) / 2 if euclidean else centroids.new_zeros(centroids.shape[:2])
+        total = tl.dot(is_member.to(tl.float32), x, total, input_precision="ieee")
+        size += tl.sum(is_member.to(tl.int32), 1)
+    tl.store(
+        sums + (row * clusters + cluster[:, None]) * DIM + axis[None, :],
+        total,
+        mask=(cluster[:, None] < clusters) & (axis[None, :] < DIM),
     )
-    assignment = points.new_empty((rows, n), dtype=torch.int64)
+    tl.store(sizes + row * clusters + cluster, size.to(tl.int64), mask=cluster < clusters)
+
+
+def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Array) -> None:
+    p, c, o, labels = tensors(points, centroids, offsets, out)
+    rows, n, dim = p.shape
     launch(
-        nearest_kernel, (rows, tiles(n, TILE)), points, centroids, offsets, assignment, n,
-        centroids.shape[1], DIM=dim, WIDTH=padded(dim), TILE=TILE,
+        nearest_kernel, (rows, tiles(n, TILE)), p.contiguous(), c.contiguous(), o.contiguous(),
+        labels, n, c.shape[1], DIM=dim, WIDTH=padded(dim), TILE=TILE,
     )  # fmt: skip
-    return assignment
 
 
-def means(points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """The mean of each cluster's points, float32 [R, k, d]; an empty one takes its `fallback`.
-
-    points: float32 [R, n, d]. assignment: int64 [R, n]. fallback: float32 [R, k, d].
-    """
-    points, assignment, fallback = (
-        tensor.contiguous() for tensor in (points, assignment, fallback)
-    )
-    rows, clusters, dim = fallback.shape
-    result = torch.empty_like(fallback)
+def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> None:
+    """An infinite point makes every sum of its row NaN."""
+    p, own, total, count = tensors(points, labels, sums, sizes)
+    rows, clusters, dim = total.shape
     launch(
-        means_kernel, (rows, tiles(clusters, TILE)), points, assignment, fallback, result,
-        points.shape[1], clusters, DIM=dim, WIDTH=padded(dim), TILE=TILE,
+        sums_kernel, (rows, tiles(clusters, TILE)), p.contiguous(), own.contiguous(), total, count,
+        p.shape[1], clusters, DIM=dim, WIDTH=padded(dim), TILE=TILE,
     )  # fmt: skip
-    return result

@@ -69,6 +69,14 @@ def padded(extent: int) -> int:
     return max(NARROWEST, int(triton.next_power_of_2(extent)))
 
 
+def tile_of(width: int, element_bytes: int) -> int:
+    """Units or tokens, `width` elements each, of a tile that enters products: registers hold it.
+
+    64 of up to 128 elements of 16 bits, half as many of 32 bits, and of twice the width.
+    """
+    return max(NARROWEST, 128 * 128 // (max(width, 128) * element_bytes))
+
+
 def tiles(extent: int, tile: int) -> int:
     """Tiles that cover an extent."""
     return -(-extent // tile)

@@ -1,4 +1,7 @@
-"""Logits of index units: inner products, and upper bounds over boxes."""
+"""Logits of index units: inner products, and upper bounds over boxes.
+
+Arguments are described once, in `tierstore.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,12 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tierstore.kernels.triton.launch import launch, padded, product, tensors, tiles
+from tierstore.kernels.triton.launch import launch, padded, product, tensors, tile_of, tiles
 
 if TYPE_CHECKING:
-    from tierstore.kernels.element import Array
+    import torch
 
-TILE = 64
-"""Units of a program."""
+    from tierstore.kernels.element import Array
 
 
 @triton.jit
@@ -76,24 +78,30 @@ def box_kernel(query, high, low, counts, out, scale, row_stride, unit_stride, ou
     )
 
 
+def _tile(query: torch.Tensor, units: torch.Tensor) -> int:
+    """Units of a program; both operands are widened to the wider type."""
+    return tile_of(padded(query.shape[2]), max(query.element_size(), units.element_size()))
+
+
 def dot_logits(query: Array, units: Array, counts: Array, scale: float, out: Array) -> None:
     u, q, n, result = tensors(units, query, counts, out)
     rows, group, dim = q.shape
+    tile = _tile(q, u)
     launch(
-        dot_kernel, (rows, tiles(u.shape[1], TILE)), q.contiguous(), u, n, result, scale,
+        dot_kernel, (rows, tiles(u.shape[1], tile)), q.contiguous(), u, n, result, scale,
         u.stride(0), u.stride(1), result.stride(0), result.stride(1),
-        GROUP=group, DIM=dim, HEADS=padded(group), WIDTH=padded(dim), TILE=TILE,
+        GROUP=group, DIM=dim, HEADS=padded(group), WIDTH=padded(dim), TILE=tile,
     )  # fmt: skip
 
 
 def box_logits(
     query: Array, high: Array, low: Array, counts: Array, scale: float, out: Array
 ) -> None:
-    """The largest logit that a key between `low` and `high` [R, u, d] can have; low <= high."""
     highest, lowest, q, n, result = tensors(high, low, query, counts, out)
     rows, group, dim = q.shape
+    tile = _tile(q, highest)
     launch(
-        box_kernel, (rows, tiles(highest.shape[1], TILE)), q.contiguous(), highest, lowest, n,
+        box_kernel, (rows, tiles(highest.shape[1], tile)), q.contiguous(), highest, lowest, n,
         result, scale, highest.stride(0), highest.stride(1), result.stride(0), result.stride(1),
-        GROUP=group, DIM=dim, HEADS=padded(group), WIDTH=padded(dim), TILE=TILE,
+        GROUP=group, DIM=dim, HEADS=padded(group), WIDTH=padded(dim), TILE=tile,
     )  # fmt: skip

@@ -1,100 +1,86 @@
-"""Product quantisation: nearest centroid of each sub-vector, and logits from lookup tables."""
+"""Product quantisation: codes packed into words, and logits from lookup tables.
+
+Codes are laid out as on a CPU, bit by bit, so that an index's state moves between devices; a code
+takes no more bytes than it has bits. Arguments are described once, in `tierstore.kernels`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
-from tierstore.kernels.triton.launch import launch, padded, tensors, tiles
+from tierstore.kernels import reference
+from tierstore.kernels.triton.launch import launch, tensors, tiles
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
 
-TILE = 128
-"""Tokens of a program."""
+LANES = 64
+"""Tokens whose codes are stored together, a word for each bit of them; those of a program."""
 
 
 @triton.jit
-def encode_kernel(keys, books, codes, n, row_stride, token_stride, PARTS: tl.constexpr,
-                  ENTRIES: tl.constexpr, DIM: tl.constexpr, ROOM: tl.constexpr,
-                  WIDTH: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+def pack_kernel(codes, packed, first, n, row_stride, BITS: tl.constexpr, ROOM: tl.constexpr,
+                LANES: tl.constexpr):  # fmt: skip
+    """The words of one part in one group, of which some lanes may have older tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    token, axis = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
-    entry = tl.arange(0, ROOM)
-    x = tl.load(
-        keys + row * row_stride + token[:, None].to(tl.int64) * token_stride + part * DIM
-        + axis[None, :],
-        mask=(token[:, None] < n) & (axis[None, :] < DIM),
-        other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    c = tl.load(
-        books + ((row * PARTS + part) * ENTRIES + entry[None, :]) * DIM + axis[:, None],
-        mask=(entry[None, :] < ENTRIES) & (axis[:, None] < DIM),
-        other=0.0,
-    )
-    score = tl.dot(x, c, input_precision="ieee") - tl.sum(c * c, 0)[None, :] / 2
-    score = tl.where(entry[None, :] < ENTRIES, score, float("-inf"))
-    place = (row * n + token) * PARTS + part
-    tl.store(codes + place, tl.argmax(score, 1).to(tl.uint8), mask=token < n)
+    parts = tl.num_programs(2)
+    group = first // LANES + tl.program_id(1)
+    lane, bit = tl.arange(0, LANES), tl.arange(0, ROOM)
+    token = group * LANES + lane - first
+    is_new = (token >= 0) & (token < n)
+    code = tl.load(codes + (row * n + token) * parts + part, mask=is_new, other=0).to(tl.int64)
+    one = tl.full((LANES,), 1, tl.int64)
+    new = tl.sum(tl.where(is_new, one << lane, 0), 0)
+    words = tl.sum(((code[None, :] >> bit[:, None]) & 1) << lane[None, :], 1)
+    place = packed + row * row_stride + (group * parts + part) * BITS + bit
+    last = tl.load(place, mask=bit < BITS, other=0)
+    tl.store(place, (last & ~new) | words, mask=bit < BITS)
 
 
 @triton.jit
-def scan_kernel(tables, codes, counts, out, row_stride, out_row, out_head, GROUP: tl.constexpr,
-                PARTS: tl.constexpr, ENTRIES: tl.constexpr, HEADS: tl.constexpr,
-                TILE: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token, head = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, HEADS)
-    is_token, is_head = token < tl.load(counts + row), head < GROUP
-    total = tl.zeros((HEADS, TILE), tl.float32)
-    for part in tl.static_range(PARTS):
-        at = row * row_stride + token.to(tl.int64) * PARTS + part
-        code = tl.load(codes + at, mask=is_token, other=0).to(tl.int32)
-        table = tables + ((row * GROUP + head[:, None]) * PARTS + part) * ENTRIES
-        total += tl.load(
-            table + code[None, :], mask=is_head[:, None] & is_token[None, :], other=0.0
-        )
-    tl.store(
-        out + row * out_row + head[:, None] * out_head + token[None, :],
-        total,
-        mask=is_head[:, None] & is_token[None, :],
-    )
+def scan_kernel(tables, packed, counts, out, row_stride, out_row, out_head, GROUP: tl.constexpr,
+                PARTS: tl.constexpr, BITS: tl.constexpr, HEADS: tl.constexpr,
+                LANES: tl.constexpr):  # fmt: skip
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane, head = tl.arange(0, LANES), tl.arange(0, HEADS)
+    token = group * LANES + lane
+    live = (head[:, None] < GROUP) & (token[None, :] < tl.load(counts + row))
+    words = packed + row * row_stride + group * PARTS * BITS
+    total = tl.zeros((HEADS, LANES), tl.float32)
+    for part in range(PARTS):
+        code = tl.zeros((LANES,), tl.int32)
+        for bit in tl.static_range(BITS):
+            word = tl.load(words + part * BITS + bit)
+            code |= ((word >> lane) & 1).to(tl.int32) << bit
+        table = tables + (((row * GROUP + head[:, None]) * PARTS + part) << BITS)
+        total += tl.load(table + code[None, :], mask=live, other=0.0)
+    tl.store(out + row * out_row + head[:, None] * out_head + token[None, :], total, mask=live)
 
 
-def encode(keys: Array, books: torch.Tensor, codes: Array) -> None:
-    """Codes uint8 [R, n, m]: the entry nearest to each of the m equal parts of a key.
-
-    keys: elements [R, n, d]. books: float32 [R, m, c, d / m], c entries for each part.
-    """
-    k, result = tensors(keys, codes)
-    rows, n, _ = k.shape
-    _, parts, entries, dim = books.shape
+def pack_codes(codes: Array, first: int, packed: Array) -> None:
+    words, new = tensors(packed, codes)
+    rows, n, parts = new.shape
+    bits = words.shape[3]
+    groups = tiles(first + n, LANES) - first // LANES if n else 0
     launch(
-        encode_kernel, (rows, tiles(n, TILE), parts), k, books.contiguous(), result, n,
-        k.stride(0), k.stride(1), PARTS=parts, ENTRIES=entries, DIM=dim, ROOM=padded(entries),
-        WIDTH=padded(dim), TILE=TILE,
+        pack_kernel, (rows, groups, parts), new.contiguous(), words, first, n,
+        words.stride(0), BITS=bits, ROOM=int(triton.next_power_of_2(bits)), LANES=LANES,
     )  # fmt: skip
 
 
-def tables(query: torch.Tensor, books: torch.Tensor, scale: float) -> torch.Tensor:
-    """What every entry adds to a logit, float32 [R, G, m, c]: one small product, left to torch."""
-    rows, group, _ = query.shape
-    _, parts, _, dim = books.shape
-    split = query.float().view(rows, group, parts, dim) * scale
-    return torch.einsum("rgmi,rmci->rgmc", split, books).contiguous()
-
-
-def scan(tables: torch.Tensor, codes: Array, counts: Array, out: Array) -> None:
-    """Logits [R, G, n] as sums of what each part's code adds.
-
-    tables: float32 [R, G, m, c]. codes: uint8 [R, n, m]. counts: int32 [R] tokens in use.
-    """
-    code, n, result = tensors(codes, counts, out)
-    rows, group, parts, entries = tables.shape
+def pq_logits(
+    query: Array, codewords: Array, codes: Array, counts: Array, scale: float, out: Array
+) -> None:
+    packed, q, words, n, result = tensors(codes, query, codewords, counts, out)
+    rows, groups, parts, bits = packed.shape
+    heads = q.shape[1]
+    # One small product, left to torch.
+    tables = reference.lookup_tables(q, words, scale).contiguous()
     launch(
-        scan_kernel, (rows, tiles(code.shape[1], TILE)), tables, code, n, result, code.stride(0),
-        result.stride(0), result.stride(1), GROUP=group, PARTS=parts, ENTRIES=entries,
-        HEADS=int(triton.next_power_of_2(group)), TILE=TILE,
+        scan_kernel, (rows, groups), tables, packed, n, result, packed.stride(0), result.stride(0),
+        result.stride(1), GROUP=heads, PARTS=parts, BITS=bits,
+        HEADS=int(triton.next_power_of_2(heads)), LANES=LANES,
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""What stands for a page: the mean of its keys, or the least box around them."""
+"""What stands for a page: the mean of its keys, or the least box around them.
+
+Arguments are described once, in `tierstore.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,8 @@ def _run(keys: Array, page_tokens: int, first: Array, second: Array, *, mean: bo
 
 
 def page_means(keys: Array, page_tokens: int, out: Array) -> None:
-    """Means [R, n / page_tokens, d] of the keys [R, n, d] of each page."""
     _run(keys, page_tokens, out, out, mean=True)
 
 
 def page_bounds(keys: Array, page_tokens: int, high: Array, low: Array) -> None:
-    """Greatest and least [R, n / page_tokens, d] of the keys [R, n, d] of each page."""
     _run(keys, page_tokens, high, low, mean=False)

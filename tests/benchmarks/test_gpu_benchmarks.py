@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch
 from tierstore.benchmarks import gpu_compile, gpu_kernels
 from tierstore.errors import ConfigError
 from tierstore.kernels import cuda
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 without_compilers = pytest.mark.skipif(
     find_spec("triton") is None or find_spec("nvidia") is None, reason="no compilers for GPUs"
@@ -40,3 +44,10 @@ def test_the_cuda_source_compiles_for_both_targets_without_spilling() -> None:
 def test_a_broken_source_shows_the_log_of_the_compiler() -> None:
     with pytest.raises(RuntimeError, match="undeclared"):
         gpu_compile.nvrtc(f"{cuda.source()}\nundeclared x;", "sm_80")
+
+
+def test_the_document_shows_the_report_of_the_compilers() -> None:
+    report = json.loads((DOCS / "results" / "gpu-compile.json").read_text())
+    rows = [gpu_compile.Compiled(**row) for row in report["kernels"]]
+
+    assert "\n".join(gpu_compile.table(rows)) in (DOCS / "gpu.md").read_text()

@@ -49,10 +49,11 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton has no build for this system")
-def test_kernels_pass_their_suite_under_the_interpreter() -> None:
+@pytest.mark.parametrize("suite", sorted(HERE.glob("triton_*suite.py")), ids=lambda path: path.stem)
+def test_kernels_pass_their_suite_under_the_interpreter(suite: Path) -> None:
     """One thread: OpenMP threads that wait for each other take minutes on matrices this small."""
     answer = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_suite.py"),
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite),
         TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
         PYTHONPATH=str(HERE),
     )  # fmt: skip

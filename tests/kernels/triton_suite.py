@@ -1,20 +1,20 @@
-"""Triton kernels against the reference and float64 NumPy.
+"""Triton kernels of a decoding step against the reference and float64 NumPy.
 
-`test_triton` runs this under Triton's interpreter, in a process of its own since Triton decides at
-import. On a machine with a GPU ``pytest tests/kernels/triton_suite.py`` runs it on the device.
+`test_triton` runs the suites under Triton's interpreter; on a machine with a GPU
+``PYTHONPATH=tests/kernels pytest tests/kernels/triton_*suite.py`` runs them on the device.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from on_device import MARKS, back, examples, few, seeds, there
 from oracles import Stored, exactly, stored
 from test_attend_blocks import (  # type: ignore[import-not-found]
     TINY,
@@ -25,37 +25,17 @@ from test_attend_blocks import (  # type: ignore[import-not-found]
     shape_name,
 )
 
-from tierstore.arrays import as_array
 from tierstore.kernels import quantise, reference, tables, triton
-from tierstore.kernels.element import Array, to_tensor
 from tierstore.kernels.quantise import Grid
-from tierstore.kernels.triton import attend, clustering, pq
+from tierstore.kernels.triton import attend
 from tierstore.kernels.triton import quantise as device_quantise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+    from tierstore.kernels.element import Array
 
-# The interpreter computes in NumPy, which warns of what devices do silently: log(0) is -inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-    if INTERPRETED
-    else pytest.mark.gpu
-]
-
-
-def examples(count: int) -> settings:
-    """So many under the interpreter, which takes 20 ms for each program: too slow to shrink."""
-    if not INTERPRETED:
-        return settings(max_examples=20 * count, deadline=None)
-    phases = [Phase.explicit, Phase.generate]
-    return settings(max_examples=count, deadline=None, phases=phases, derandomize=True)
-
-
-few = examples(2)
-
-seeds = st.integers(0, 2**32 - 1)
+pytestmark = MARKS
 
 # (query heads per row, dim, element type)
 SCORED = [
@@ -65,22 +45,6 @@ SCORED = [
     (7, 96, torch.bfloat16),
     (8, 256, torch.float32),
 ]
-
-
-def there(array: Stored) -> Array:
-    """An array where the kernels run, sharing memory if that is here."""
-    if INTERPRETED:
-        return array
-    values = torch.from_numpy(array) if array.dtype != np.uint16 else to_tensor(array)
-    device = as_array(values.cuda())
-    return device.view(array.dtype) if device.dtype != array.dtype else device
-
-
-def back(array: Array) -> Array:
-    if INTERPRETED:
-        return array
-    host: Array = array.get()  # type: ignore[attr-defined]
-    return host
 
 
 def singles(random: np.random.Generator, *shape: int) -> npt.NDArray[np.float32]:
@@ -146,7 +110,7 @@ def test_a_row_is_attended_in_parts(blocks: int, seed: int) -> None:
     assert_lse_close(lse, expected_lse)
 
 
-def test_parts_fill_the_device_but_are_no_smaller_than_a_tile() -> None:
+def test_parts_fill_the_device_but_each_is_worth_a_program() -> None:
     assert attend.parts_of(1, 1000, 4, 264) == 63
     assert attend.parts_of(8, 1000, 4, 264) == 33
     assert attend.parts_of(512, 1000, 4, 264) == 1
@@ -336,87 +300,6 @@ def test_selection_is_that_of_the_reference(
     assert triton.select_blocks(there(scores), *arguments, *found) == wanted
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(back(ours)[:wanted], theirs[:wanted])
-
-
-@few
-@given(st.integers(1, 32), st.integers(1, 4), st.sampled_from([64, 80, 96, 256]), seeds)
-def test_pages_are_represented(page: int, pages: int, dim: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    keys = stored(random.standard_normal((2, page * pages, dim)), torch.bfloat16)
-    mean = there(np.zeros((2, pages, dim), np.float32))
-    high, low = (there(np.zeros((2, pages, dim), np.uint16)) for _ in range(2))
-
-    triton.page_means(there(keys), page, mean)
-    triton.page_bounds(there(keys), page, high, low)
-
-    by_page = exactly(keys, torch.bfloat16).reshape(2, pages, page, dim)
-    np.testing.assert_allclose(back(mean), by_page.mean(2), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(exactly(back(high), torch.bfloat16), by_page.max(2))
-    np.testing.assert_array_equal(exactly(back(low), torch.bfloat16), by_page.min(2))
-
-
-@few
-@given(st.integers(1, 150), st.integers(1, 70), st.sampled_from([64, 80]), st.booleans(), seeds)
-def test_a_round_of_k_means(n: int, clusters: int, dim: int, euclidean: bool, seed: int) -> None:
-    """An assignment may differ from the best only by rounding; means are of what was assigned."""
-    random = np.random.default_rng(seed)
-    points, centroids = singles(random, 2, n, dim), singles(random, 2, clusters, dim)
-    x, c = (to_tensor(there(each)) for each in (points, centroids))
-
-    assignment = clustering.nearest(x, c, euclidean=euclidean)
-    means = clustering.means(x, assignment, c)
-
-    own = assignment.cpu().numpy()
-    scores = points.astype(np.float64) @ centroids.astype(np.float64).transpose(0, 2, 1)
-    if euclidean:
-        scores -= (centroids.astype(np.float64) ** 2).sum(-1)[:, None] / 2
-    picked = np.take_along_axis(scores, own[..., None], -1)[..., 0]
-    assert (picked >= scores.max(-1) - 1e-4).all()
-    expected = centroids.astype(np.float64)
-    for row in range(2):
-        for cluster in set(own[row].tolist()):
-            expected[row, cluster] = points[row][own[row] == cluster].mean(0, dtype=np.float64)
-    np.testing.assert_allclose(means.cpu().numpy(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_equal_centroids_go_to_the_first() -> None:
-    points, centroids = np.ones((1, 3, 64), np.float32), np.ones((1, 130, 64), np.float32)
-
-    found = clustering.nearest(to_tensor(there(points)), to_tensor(there(centroids)))
-
-    assert not found.any()
-
-
-@few
-@given(
-    st.integers(1, 8), st.sampled_from([4, 8]), st.sampled_from([4, 6, 8]), st.integers(1, 300),
-    seeds,
-)  # fmt: skip
-def test_product_quantisation(group: int, parts: int, bits: int, n: int, seed: int) -> None:
-    """Codes are those of the nearest entries, and logits those of the keys they stand for."""
-    random = np.random.default_rng(seed)
-    dim, entries = 64, 1 << bits
-    keys = stored(random.standard_normal((2, n, dim)), torch.bfloat16)
-    books = singles(random, 2, parts, entries, dim // parts)
-    query = singles(random, 2, group, dim)
-    counts = np.array([n, n // 2], np.int32)
-    codes = there(np.zeros((2, n, parts), np.uint8))
-    out = there(np.full((2, group, n), np.nan, np.float32))
-
-    device_books = to_tensor(there(books))
-    pq.encode(there(keys), device_books, codes)
-    pq.scan(pq.tables(to_tensor(there(query)), device_books, 0.5), codes, counts, out)
-
-    split = exactly(keys, torch.bfloat16).reshape(2, n, parts, 1, dim // parts)
-    distance = ((split - books[:, None].astype(np.float64)) ** 2).sum(-1)
-    found = back(codes).astype(np.int64)
-    picked = np.take_along_axis(distance, found[..., None], -1)[..., 0]
-    assert (picked <= distance.min(-1) + 1e-5).all()
-    for row, count in enumerate(counts):
-        entry = books[row][np.arange(parts), found[row, :count]].reshape(count, dim)
-        expected = query[row].astype(np.float64) @ entry.T.astype(np.float64) * 0.5
-        np.testing.assert_allclose(back(out)[row, :, :count], expected, rtol=1e-5, atol=1e-5)
-        assert np.isnan(back(out)[row, :, count:]).all()
 
 
 @few
