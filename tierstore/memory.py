@@ -92,6 +92,7 @@ class Memory:
         self.peak_bytes = 0
         self.on_pressure: Callable[[int], None] | None = None
         """Asked to shrink the slots by so many bytes when an array does not fit, if it can."""
+        self._borrow: Callable[[int], None] | None = None
         self._allocate = allocate
         self._slots: SlotBuffer = HostBuffer(limit_bytes, name) if slots is None else slots
         self._taken: dict[int, tuple[Array, str]] = {}
@@ -137,9 +138,10 @@ class Memory:
                 f"{format_size(self._taken_bytes)} of other data in a limit of "
                 f"{format_size(self.limit_bytes)}: raise the limit"
             )
+        self._tell_borrower(nbytes - self.slot_bytes)
         self._slots.resize(nbytes)
         self.slot_bytes = nbytes
-        self._note_peak()
+        self._note_use()
 
     def take(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, purpose: str) -> Array:
         """A zeroed array inside the limit; CapacityError if even fewer slots leave no room."""
@@ -155,16 +157,18 @@ class Memory:
                 f"{format_size(self.free_bytes)} of {format_size(self.limit_bytes)} is left "
                 f"({', '.join(spent)}): raise {self.name}= or lower the budget"
             )
+        self._tell_borrower(nbytes)
         array = self._allocate(shape, dtype)
         self._taken[id(array)] = (array, purpose)
         self._taken_bytes += nbytes
-        self._note_peak()
+        self._note_use()
         return array
 
     def give(self, array: Array) -> None:
         """Return an array from `take`, which must be that very object."""
         del self._taken[id(array)]
         self._taken_bytes -= array.nbytes
+        self._note_use()
 
     def grow(self, array: Array, shape: tuple[int, ...], purpose: str, fill: float = 0) -> Array:
         """`array` with at least that shape: in the low corner of a larger one, `fill` elsewhere."""
@@ -184,9 +188,25 @@ class Memory:
         self._taken_bytes = self.slot_bytes = self.peak_bytes = 0
         self._slots.resize(0)
         self.on_pressure = None
+        self._note_use()
 
-    def _note_peak(self) -> None:
+    def lend(self, borrow: Callable[[int], None]) -> None:
+        """Let somebody have the bytes that nothing uses: `borrow` is told how many these are.
+
+        It is told before they become fewer, and has given back the rest when it returns.
+        """
+        self._borrow = borrow
+        self._note_use()
+
+    def _tell_borrower(self, wanted: int) -> None:
+        """So many bytes are to be used beyond those that are; negative for fewer."""
+        if self._borrow is not None and wanted > 0:
+            self._borrow(self.free_bytes - wanted)
+
+    def _note_use(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self._borrow is not None:
+            self._borrow(self.free_bytes)
 
 
 def unlimited(name: str = "metadata") -> Memory:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.directory import TABLE_BYTES_PER_SLOT, HandleSpace
+from tierstore.directory import HandleSpace
 from tierstore.errors import CapacityError, ConfigError, TierstoreError
+from tierstore.growth import most_slots
 from tierstore.kernels import tables
 from tierstore.kernels.tables import CHUNK
 from tierstore.memory import Memory, unlimited
@@ -192,12 +193,7 @@ class BlockStore:
 
     def limit(self, level: int) -> int:
         """Slots that tier `level` could have at most, with the tables that go with them."""
-        tier, size = self.tiers[level], self.layout.block_bytes
-        if tier.memory is not self.memory:
-            return tier.limit
-        while_growing = tier.capacity * TABLE_BYTES_PER_SLOT
-        room = (tier.limit - tier.capacity) * size - while_growing
-        return tier.capacity + max(0, room // (size + TABLE_BYTES_PER_SLOT))
+        return most_slots(self.tiers[level], self.memory)
 
     def resize(self, level: int, slots: int) -> None:
         """Give tier `level` so many slots; what stands in slots that go is evicted.
@@ -245,7 +241,10 @@ class BlockStore:
     def set_quota(self, domains: Ids, blocks: Pointers, level: int = 0) -> None:
         """Most blocks that each domain of a partitioned tier may hold; what exceeds it is evicted.
 
-        ConfigError if all quotas together exceed the tier's slots, or if it is not partitioned;
+        In the top tier all quotas together are slots that it has. A tier below grows up to its
+        quotas as blocks come in, as far as its limit allows.
+
+        ConfigError if quotas exceed the top tier's slots, or if the tier is not partitioned;
         CapacityError if more blocks of a domain are leased than its quota. Nothing has changed
         then.
         """
@@ -254,12 +253,12 @@ class BlockStore:
             if level > 0 and self._is_shared(level):
                 raise ConfigError(f"{name}: all segments share its capacity: it has no quotas")
             total = int(tier.quota.sum() - tier.quota[domains].sum() + blocks.sum())
-            if total > tier.slots:
+            if level == 0 and total > tier.slots:
                 raise ConfigError(
                     f"quotas of {total} blocks: expected at most {tier.slots}, the tier's slots"
                 )
             tier.reserve(0, int(blocks.max(initial=0)))
-            if total > tier.slots:
+            if level == 0 and total > tier.slots:
                 raise CapacityError(
                     f"{name}: tables for quotas of {total} blocks leave room for {tier.slots}: "
                     "raise the limit or lower the quotas"

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tierstore.directory import Residency
 from tierstore.errors import CapacityError, ConfigError, PolicyError, TierstoreError
+from tierstore.growth import grow
 from tierstore.interfaces import Access, Bytes, Demand, Ids, Pointers, Selection
 from tierstore.kernels import tables
 
@@ -112,16 +113,14 @@ class Transfers:
     def cache(self, level: int, handles: Ids, data: Bytes, rows: Ids) -> int:
         """`write` those blocks, in order, that their domains have room for; returns how many."""
         residency = self.residency[level]
+        short = len(handles) - residency.free_slots
+        grow(self.tiers[level], residency, short, self._space.memory)
         fits: Ids = np.empty(len(handles), np.int32)
         taken = np.zeros(len(residency.counts), np.int64)
         n = tables.fitting(
-            residency.domains(handles),
-            residency.counts,
-            residency.quota,
-            residency.free_slots,
-            taken,
-            fits,
-        )
+            residency.domains(handles), residency.counts, residency.quota, residency.free_slots,
+            taken, fits,
+        )  # fmt: skip
         self.write(level, handles[fits[:n]], data, rows[fits[:n]])
         return int(n)
 

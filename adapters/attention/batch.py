@@ -322,8 +322,6 @@ class Batch:
         self._full = layer.full_sequences(self._keep)
         if self._stages.places is None and self.rules.attend_where != "fetch":
             self._stages.places = self._make_places()
-        if self.rules.sync is not None:
-            sync.fit_page_cache(self.store)
 
     def _make_places(self) -> Places | None:
         """Who attends to blocks where they lie, if they can be read there."""

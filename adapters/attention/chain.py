@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.codecs import make_codec
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
-from tierstore.sizes import parse_size
 from tierstore.tiers import DeviceTier, FileTier, MmapTier, PagedTier, PinnedTier, WriteBehindTier
 
 if TYPE_CHECKING:
@@ -82,13 +82,15 @@ class TierStack:
             on_error.callback(stack.close)
             if fast is not None:
                 stack.tiers += (DeviceTier(layout, fast, device=device),)
-            if dram is not None:
-                stack.tiers += (PinnedTier(layout, dram),)
+            host = None if dram is None else PinnedTier(layout, dram)
+            if host is not None:
+                stack.tiers += (host,)
             if directory is not None:
                 blocks = directory.path / "blocks"
                 behind: Tier
-                if sync is not None and not sync.is_direct and dram is not None:
-                    behind = PagedTier(layout, blocks, parse_size(dram, "dram"))
+                if sync is not None and not sync.is_direct and host is not None:
+                    behind = PagedTier(layout, blocks, host.memory.limit_bytes)
+                    host.memory.lend(partial(setattr, behind, "cache_bytes"))
                 elif sync is not None:
                     behind = FileTier(layout, blocks, extent_bytes=_DIRECT_EXTENT)
                 elif codec is None:

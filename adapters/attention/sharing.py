@@ -121,13 +121,13 @@ class Sharing:
         self.most_residents = int(wanted.max()) if rules.attends_residents else 0
         lanes = np.broadcast_to(np.flatnonzero(live)[:, None], useful.shape).reshape(-1)
         fit_top_tier(self._store, self._segments(), wanted, index_to_come, lanes)
-        if rules.sync is not None:
+        if rules.sync is None:
+            tokens = int(self.lanes.tokens.sum())
+            each = tokens // rules.preset.block_tokens
+            fit_middle_tiers(self._store, each * heads * len(self._layers))
+        elif rules.sync.pinned:
             blocks = self._per_head(stored).astype(np.int64)
             fit_dram(self._store, rules.sync, self._segments(), rules.stalls, blocks)
-            return
-        tokens = int(self.lanes.tokens.sum())
-        each = tokens // rules.preset.block_tokens
-        fit_middle_tiers(self._store, each * heads * len(self._layers))
 
     def stalls(self) -> Amounts:
         """How often each head had to wait for the disk, float64 [layers, KV heads]."""

@@ -135,29 +135,20 @@ def mapped(store: BlockStore) -> PagedTier | None:
 def fit_dram(
     store: BlockStore, level: SyncLevel, segments: Ids, stalls: Amounts | None, stored: Pointers
 ) -> None:
-    """Divide DRAM into slots of each segment, by how much its head stalls, and page cache.
+    """Let segments have a share of DRAM as their slots, by how much their heads stall.
+
+    Slots come as they fill; the rest of DRAM is page cache.
 
     segments: those of int64 stored [layers, sequences, KV heads], the blocks of each. stalls:
     [layers, KV heads] >= 0; None for alike.
     """
     most = stored.reshape(-1)
     weights = np.ones(stored.shape) if stalls is None else np.zeros(stored.shape) + stalls[:, None]
-    dram, memory = store.tiers[1], store.tiers[1].memory
+    memory = store.tiers[1].memory
     assert memory is not None
-    if level.pinned:
-        room = int(level.pinned * (memory.limit_bytes - memory.used_bytes + memory.slot_bytes))
-        slots = min(store.limit(1), room // store.layout.block_bytes, int(most.sum()))
-        if slots > dram.capacity:
-            store.resize(1, slots)
-        store.set_quota(segments, share_out(slots, weights.reshape(-1), most), 1)
-    fit_page_cache(store)
-
-
-def fit_page_cache(store: BlockStore) -> None:
-    """Let the page cache of the disk tier be what nothing else uses of DRAM."""
-    memory, disk = store.tiers[1].memory, mapped(store)
-    if disk is not None and memory is not None:
-        disk.cache_bytes = max(0, memory.limit_bytes - memory.used_bytes)
+    room = int(level.pinned * (memory.limit_bytes - memory.used_bytes + memory.slot_bytes))
+    slots = min(store.limit(1), room // store.layout.block_bytes, int(most.sum()))
+    store.set_quota(segments, share_out(slots, weights.reshape(-1), most), 1)
 
 
 def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from tierstore.errors import ConfigError
 from tierstore.interfaces import BlockScores, Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tierstore.kernels.element import Array
 
 LIMITS = {"fast": "700KiB", "dram": "300KiB"}
 
@@ -125,13 +129,67 @@ def test_dram_is_one_limit_for_slots_tables_and_pages(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_slots_and_pages_are_within_the_limit_at_every_moment(tmp_path: Path) -> None:
+    """Seen from where DRAM is taken, and from the pages that the system has."""
+    story = Story(small(), sequences=1)
+    engine = engine_at("d", story, tmp_path, 1500, dram="600KiB", preset=no_warm_up())
+    memory, disk = engine.store.tiers[1].memory, mapped(engine.store)
+    assert memory is not None
+    assert disk is not None
+    watched = []
+
+    def watch(take: Callable[..., Array]) -> Callable[..., Array]:
+        def taking(*arguments: Any) -> Array:
+            taken = take(*arguments)
+            watched.append(memory.used_bytes + taken.nbytes + disk.cache_bytes)
+            return taken
+
+        return taking
+
+    def resize(nbytes: int) -> None:
+        watched.append(memory.used_bytes - memory.slot_bytes + nbytes + disk.cache_bytes)
+
+    memory._allocate = watch(memory._allocate)
+    slots = memory._slots
+    memory._slots = SimpleNamespace(array=slots.array, resize=resize)
+    slots.resize(memory.limit_bytes)
+    for _ in range(40):
+        check_step(engine, story, 2e-5)
+        assert disk.cached_bytes() <= disk.cache_bytes
+        assert memory.used_bytes + disk.cache_bytes == memory.limit_bytes
+    assert len(watched) > 10
+    assert max(watched) <= memory.limit_bytes
+    engine.close()
+
+
+def test_slots_come_as_they_fill_and_are_page_cache_until_then(tmp_path: Path) -> None:
+    story = Story(small(), sequences=1)
+    engine = engine_at("d", story, tmp_path, preset=no_warm_up())
+    store, disk = engine.store, mapped(engine.store)
+    assert disk is not None
+    quota = int(store.quota(np.arange(4, dtype=np.int32), 1).sum())
+    capacity, cache = [store.tiers[1].capacity], [disk.cache_bytes]
+    for _ in range(40):
+        check_step(engine, story, 2e-5)
+        held = int((store.owners(1) >= 0).sum())
+        capacity.append(store.tiers[1].capacity)
+        cache.append(disk.cache_bytes)
+        assert held <= capacity[-1] <= min(quota, held + quota // 8)
+    assert capacity[0] == 0
+    assert capacity[-1] > 0.9 * quota
+    assert cache[0] - cache[-1] >= capacity[-1] * store.layout.block_bytes
+    store.validate()
+    engine.close()
+
+
 def test_heads_that_stall_more_get_more_slots(tmp_path: Path) -> None:
     stalls = np.array([[8.0, 1.0], [1.0, 2.0]])
     story = Story(small(), sequences=1)
     engine = engine_at("d", story, tmp_path, dram="200KiB", stalls=stalls)
     segments = np.arange(4, dtype=np.int32)
     quota = engine.store.quota(segments, 1)
-    assert quota.sum() <= engine.store.tiers[1].capacity
+    assert quota.sum() * engine.layout.block_bytes <= 0.75 * (200 << 10)
+    assert engine.store.tiers[1].capacity <= quota.sum() <= engine.store.limit(1)
     assert quota[0] > quota[3] > quota[1]
     assert abs(int(quota[1]) - int(quota[2])) <= 1
     for _ in range(34):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tierstore.errors import CapacityError
-from tierstore.memory import Memory, unlimited
+from tierstore.memory import HostBuffer, Memory, unlimited
 from tierstore.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -94,6 +94,36 @@ def test_slots_that_shrink_too_little_leave_no_room(given: int) -> None:
     assert memory.peak_bytes == 9_000
 
 
+def test_what_nothing_uses_is_lent_and_back_before_it_is_used() -> None:
+    lent: list[int] = []
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        array = np.zeros(shape, dtype)
+        assert memory.used_bytes + array.nbytes + lent[-1] <= LIMIT
+        return array
+
+    class Slots(HostBuffer):
+        def resize(self, nbytes: int) -> None:
+            assert memory.used_bytes - memory.slot_bytes + nbytes + lent[-1] <= LIMIT
+            super().resize(nbytes)
+
+    memory = Memory(LIMIT, allocate=allocate, slots=Slots(LIMIT, "dram"))
+    memory.lend(lent.append)
+    assert lent == [LIMIT]
+    memory.resize_slots(4_000)
+    array = memory.take(1_000, np.uint8, "index")
+    assert lent[-1] == memory.free_bytes == LIMIT - 5_000
+    memory.resize_slots(1_000)
+    assert lent[-1] == LIMIT - 2_000
+    memory.give(array)
+    assert lent[-1] == LIMIT - 1_000
+    with pytest.raises(CapacityError):
+        memory.take(LIMIT, np.uint8, "index")
+    assert lent[-1] == LIMIT - 1_000
+    memory.clear()
+    assert lent[-1] == LIMIT
+
+
 def test_growing_keeps_the_low_corner_and_fills_the_rest() -> None:
     memory = Memory(LIMIT)
     array = memory.take((2, 3), np.int32, "directory")
@@ -150,12 +180,17 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.memory = Memory(LIMIT)
         self.memory.on_pressure = self.shrink
+        self.memory.lend(self.borrow)
         self.held: dict[int, Array] = {}
         self.peak = 0
 
     def shrink(self, nbytes: int) -> None:
         if nbytes <= self.memory.slot_bytes:
             self.memory.resize_slots((self.memory.slot_bytes - nbytes) // 64 * 64)
+
+    def borrow(self, nbytes: int) -> None:
+        assert nbytes >= 0
+        self.borrowed = nbytes
 
     def note(self, array: Array) -> Array:
         self.held[id(array)] = array
@@ -203,6 +238,7 @@ class MemoryMachine(RuleBasedStateMachine):
         used = self.memory.slot_bytes + sum(array.nbytes for array in self.held.values())
         assert self.memory.used_bytes == used == sum(self.memory.by_purpose().values())
         assert used <= self.memory.peak_bytes <= LIMIT
+        assert self.borrowed == LIMIT - used
         assert self.peak <= self.memory.peak_bytes
         self.peak = self.memory.peak_bytes
 

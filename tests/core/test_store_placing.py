@@ -187,6 +187,45 @@ def test_segments_have_their_own_capacity_in_every_partitioned_tier(tmp_path: Pa
     store.close()
 
 
+def test_a_tier_under_the_top_grows_up_to_its_quotas(tmp_path: Path) -> None:
+    store = store_of(tmp_path, top=2, middle=0, partitioned=2)
+    segments = store.open(2)
+    store.set_quota(segments, np.array([2, 2], np.int64))
+    store.set_quota(segments, np.array([40, 8], np.int64), 1)
+    assert store.tiers[1].capacity == 0
+    data = bytes_of(2, 12)
+    store.append(segments, data, home=np.full((2, 12), 2, np.uint8))
+    for step in range(8):
+        visit(store, segments, [[step, step + 1], [step, step + 1]])
+        held = [len(residents(store, each, 1)) for each in segments]
+        assert held == [step] * 2, "what leaves the top has a slot"
+        assert sum(held) <= store.tiers[1].capacity <= sum(held) + 48 // 16
+        store.validate()
+    for step in range(8, 11):
+        visit(store, segments, [[step, step + 1], [step, step + 1]])
+    assert [len(residents(store, each, 1)) for each in segments] == [10, 8]
+    assert np.array_equal(read(store, segments, 12), data)
+    store.close()
+
+
+def test_a_tier_that_grows_stops_at_its_limit(tmp_path: Path) -> None:
+    store = store_of(tmp_path, top=2, middle=0, partitioned=2)
+    segments = store.open(2)
+    memory = store.tiers[1].memory
+    assert memory is not None
+    store.set_quota(segments, np.array([30, 30], np.int64), 1)
+    data = bytes_of(2, 30)
+    store.append(segments, data, home=np.full((2, 30), 2, np.uint8))
+    memory.take(memory.free_bytes - 20 * (BLOCK + 12), np.uint8, "index")
+    for first in range(0, 30, 5):
+        store.promote(segments, first, np.ones((2, 5), np.uint8))
+        store.validate()
+    assert 10 < store.tiers[1].capacity <= 20
+    assert store.quota(segments, 1).tolist() == [30, 30], "nobody was pressed"
+    assert np.array_equal(read(store, segments, 30), data)
+    store.close()
+
+
 def test_a_shared_tier_has_no_quotas(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     segments = store.open(1)
