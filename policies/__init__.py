@@ -5,6 +5,7 @@ from tierstore.policies.blend import Blend
 from tierstore.policies.clairvoyant import Clairvoyant
 from tierstore.policies.ewma import EWMA
 from tierstore.policies.ewma_use import EwmaUse
+from tierstore.policies.fair import FairShares
 from tierstore.policies.lookahead import Lookahead
 from tierstore.policies.lrfu import LRFU
 from tierstore.policies.lru import LRU
@@ -56,6 +57,7 @@ __all__ = [
     "BlockStats",
     "Clairvoyant",
     "EwmaUse",
+    "FairShares",
     "Lookahead",
     "QueueLRU",
     "QueuePolicy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -232,12 +232,16 @@ class Access:
     everything: BlockScores | None = None
 
 
+def _no_handles() -> Ids:
+    return np.empty(0, np.int32)
+
+
 @dataclass(slots=True, eq=False)
 class Demand:
     """Room wanted in domains: from residents ``row_ptr[i]:row_ptr[i + 1]`` choose ``need[i]``.
 
     eligible: False for a block that is leased or used by the running step. access: the running
-        step.
+        step. incoming: the blocks that are about to come in, as far as they are known.
     """
 
     domains: Ids
@@ -246,6 +250,7 @@ class Demand:
     eligible: npt.NDArray[np.bool_]
     need: Pointers
     access: Access
+    incoming: Ids = field(default_factory=_no_handles)
 
 
 class EvictionPolicy(ABC):

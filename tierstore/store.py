@@ -232,6 +232,15 @@ class BlockStore:
             self.set_quota(domains, least + room, level)
         self._moves.evict(level, residency.above(slots))
 
+    def make_room(self, level: int, blocks: int) -> None:
+        """Have so many free slots in a tier that all segments share, as far as blocks may leave."""
+        with self._changing():
+            need = np.array([blocks - self._moves.residency[level].free_slots], np.int64)
+            if need[0] > 0:
+                self._moves.step += 1
+                idle = self._moves.idle_access()
+                self._moves.evict(level, self._moves.victims(level, _ONE_DOMAIN, need, idle))
+
     def quota(self, domains: Ids, level: int = 0) -> Pointers:
         """Most blocks that each of these domains of a partitioned tier may hold."""
         with self._lock:

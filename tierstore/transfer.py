@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tierstore.metrics import StoreMetrics
     from tierstore.timeline import Timeline
 
+_NONE: Ids = np.empty(0, np.int32)
+
 _BATCHES = 64
 """A tier below the top makes room for 1/64 of its blocks at once: ranking costs O(blocks)."""
 
@@ -81,8 +83,7 @@ class Transfers:
 
     def idle_access(self) -> Access:
         """The running step as seen by a policy when nothing was selected."""
-        none: Ids = np.empty(0, np.int32)
-        return Access(np.zeros(1, np.int64), none, none.astype(np.float32), self.step)
+        return Access(np.zeros(1, np.int64), _NONE, np.zeros(0, np.float32), self.step)
 
     # Into a tier
 
@@ -332,9 +333,11 @@ class Transfers:
         wanted = need[domains]
         if level > 0:
             wanted = np.maximum(wanted, residency.quota[domains] // _BATCHES)
-        self.evict(level, self.victims(level, domains, wanted, access))
+        self.evict(level, self.victims(level, domains, wanted, access, incoming))
 
-    def victims(self, level: int, domains: Ids, need: Pointers, access: Access) -> Ids:
+    def victims(
+        self, level: int, domains: Ids, need: Pointers, access: Access, incoming: Ids = _NONE
+    ) -> Ids:
         """Ask the policy for `need` blocks of each domain, or all that may leave.
 
         PolicyError if it raises, or names what may not leave; nothing has moved then.
@@ -348,7 +351,7 @@ class Transfers:
         since = self.step if level == 0 else min(self.visiting, default=self.step)
         tables.eligible(residents, row_ptr, leases, last_used, since, eligible, able)
         need = np.minimum(need, able)
-        demand = Demand(domains, row_ptr, residents, eligible, need, access)
+        demand = Demand(domains, row_ptr, residents, eligible, need, access, incoming)
         victims = self._named(level, demand)
         expected = np.repeat(domains, need)
         bad = tables.first_bad_victim(

@@ -24,7 +24,7 @@ from tierstore.below import can_stay
 from tierstore.errors import CapacityError, TierstoreError
 from tierstore.indexers import IndexShape
 from tierstore.interfaces import IndexContext
-from tierstore.policies import LRU
+from tierstore.policies import LRU, FairShares
 from tierstore.policies.profile import ReuseProfile
 from tierstore.scratch import Scratch
 from tierstore.store import BlockStore
@@ -70,7 +70,9 @@ class Batch:
         self.lanes = Lanes(admitted)
         rows = geometry.layers * geometry.kv_heads
         blocks = self.lanes.blocks(preset)
-        policies: list[EvictionPolicy] = [LRU() for _ in tiers[1:]]
+        partitioned = 2 if rules.sync is not None and rules.sync.pinned else 1
+        fair = [FairShares(LRU()) for _ in tiers[1 + partitioned :]]
+        policies: list[EvictionPolicy] = [*[LRU() for _ in tiers[1:][:partitioned]], *fair]
         profile: ReuseProfile | None = None
         if rules.recalibrate is not None:
             policies[0] = profile = ReuseProfile(preset.policy(), rules.recalibrate // 4)
@@ -78,7 +80,7 @@ class Batch:
             policies[0] = preset.policy()
         self.store = BlockStore(
             layout, tiers, policies, segments=rows * len(admitted), blocks_each=int(blocks.max()),
-            partitioned=2 if rules.sync is not None and rules.sync.pinned else 1,
+            partitioned=partitioned,
         )  # fmt: skip
         self._device_memory = device_memory = tiers[0].memory or self.store.memory
         self._scratch = Scratch(self.store.memory)
@@ -101,7 +103,7 @@ class Batch:
         reserve_backing(self.store, rows * int(blocks.sum()))
         if rules.sync is None:
             fit_middle_tiers(self.store, rows * int(blocks.sum()))
-        self.sharing = Sharing(rules, self.store, self.layers, self.lanes, profile)
+        self.sharing = Sharing(rules, self.store, self.layers, self.lanes, profile, fair)
         self._fetched: int | None = None
         """Blocks fetched before the running step; None before the first that selects."""
         self._keep = np.zeros(len(admitted), np.bool_)

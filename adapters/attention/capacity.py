@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.errors import CapacityError
+from tierstore.policies.fair import fair_shares
 from tierstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -78,17 +79,3 @@ def _quotas(wanted: Pointers, slots: int, sequences: Pointers) -> Pointers:
     of_sequence = np.bincount(sequences, beyond_one).astype(np.int64)
     shares = fair_shares(of_sequence, slots - len(wanted))
     return 1 + beyond_one * shares[sequences] // np.maximum(of_sequence, 1)[sequences]
-
-
-def fair_shares(wanted: Pointers, total: int) -> Pointers:
-    """Max-min fair shares, int64 [n]: as much as wanted, or as much as anybody gets.
-
-    So none gets more by another's wanting more than all can have, and what one does not want is
-    the others'.
-    """
-    shares: Pointers = np.empty_like(wanted)
-    order = np.argsort(wanted, kind="stable")
-    for place, each in enumerate(order.tolist()):
-        shares[each] = min(int(wanted[each]), total // (len(wanted) - place))
-        total -= int(shares[each])
-    return shares

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.rules import Rules
     from tierstore.interfaces import Ids, Pointers
     from tierstore.memory import Memory
+    from tierstore.policies import FairShares
     from tierstore.policies.profile import Amounts, ReuseProfile
     from tierstore.store import BlockStore
 
@@ -33,6 +34,7 @@ class Sharing:
     Attributes
     ----------
     lanes: which sequences there are.
+    fair: policies of the tiers that all segments share.
     plan: how window and budget are shared out now; None for alike.
     most_residents: blocks that a row attends to at most beside its selection.
     """
@@ -44,13 +46,16 @@ class Sharing:
         layers: Sequence[Layer],
         lanes: Lanes,
         profile: ReuseProfile | None,
+        fair: Sequence[FairShares],
     ) -> None:
+        self.fair = fair
         self._rules, self._store, self._layers = rules, store, layers
         self._profile = profile
         self._is_fitted = False
         self.lanes = lanes
         self.plan = rules.plan
         self.most_residents = 0
+        self._name_owners()
 
     # Budgets
 
@@ -95,10 +100,18 @@ class Sharing:
 
     def sequences_changed(self) -> None:
         """Share the tiers out after sequences came or went, and count reuse from here on."""
+        self._name_owners()
         if self._profile is not None:
             self._profile.restart()
         if self._is_fitted and self.lanes.live.any():
             self._fit(0)
+
+    def _name_owners(self) -> None:
+        """Tell tiers that all segments share which sequence each belongs to."""
+        segments = [layer.segments for layer in self._layers]
+        lanes = np.repeat(np.arange(len(self.lanes), dtype=np.int32), self._layers[0].heads)
+        for policy in self.fair:
+            policy.own(np.concatenate(segments), np.tile(lanes, len(segments)))
 
     def _index_to_come(self, layer: Layer, sealed: Sealed, memory: Memory) -> int:
         """Device bytes that the index of all other layers and sequences will take, by the first."""

@@ -11,6 +11,7 @@ import numpy as np
 from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.errors import ConfigError
 from tierstore.kernels import tables
+from tierstore.policies.fair import fair_shares
 from tierstore.tiers.paged import PagedTier, page_range
 from tierstore.tiers.write_behind import WriteBehindTier
 
@@ -135,20 +136,23 @@ def mapped(store: BlockStore) -> PagedTier | None:
 def fit_dram(
     store: BlockStore, level: SyncLevel, segments: Ids, stalls: Amounts | None, stored: Pointers
 ) -> None:
-    """Let segments have a share of DRAM as their slots, by how much their heads stall.
+    """Let sequences have fair shares of DRAM as slots, and in each heads by how much they stall.
 
     Slots come as they fill; the rest of DRAM is page cache.
 
     segments: those of int64 stored [layers, sequences, KV heads], the blocks of each. stalls:
     [layers, KV heads] >= 0; None for alike.
     """
-    most = stored.reshape(-1)
-    weights = np.ones(stored.shape) if stalls is None else np.zeros(stored.shape) + stalls[:, None]
+    weights = np.ones(stored[:, 0].size) if stalls is None else stalls.reshape(-1)
     memory = store.tiers[1].memory
     assert memory is not None
     room = int(level.pinned * (memory.limit_bytes - memory.used_bytes + memory.slot_bytes))
-    slots = min(store.limit(1), room // store.layout.block_bytes, int(most.sum()))
-    store.set_quota(segments, share_out(slots, weights.reshape(-1), most), 1)
+    slots = min(store.limit(1), room // store.layout.block_bytes)
+    quota = np.empty_like(stored)
+    for sequence, share in enumerate(fair_shares(stored.sum((0, 2)), slots).tolist()):
+        most = stored[:, sequence]
+        quota[:, sequence] = share_out(share, weights, most.reshape(-1)).reshape(most.shape)
+    store.set_quota(segments, quota.reshape(-1), 1)
 
 
 def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:

@@ -53,7 +53,9 @@ class WarmUp:
             self._add(number, sequence, mass)
             return np.full(shape, store.backing, np.uint8)
         ranked = pooled(mass[None], self._ranking)[0]
-        return assign_homes(ranked, self.room(layer.segments[layer.rows(sequence)]))
+        homes = assign_homes(ranked, self.room(layer.segments[layer.rows(sequence)]))
+        self._make_room(sequence, homes)
+        return homes
 
     def _add(self, number: int, sequence: int, mass: Scores) -> None:
         mine = pooled(mass[None], "global")[:, :1]
@@ -64,20 +66,35 @@ class WarmUp:
         if number < len(self._layers) - 1 or sequence not in self._sums:
             return
         sums = self._sums.pop(sequence)
-        segments = np.concatenate([layer.segments[layer.rows(sequence)] for layer in self._layers])
+        segments = self._segments(sequence)
         ranked = np.broadcast_to(sums[0], (len(segments), sums.shape[2]))
         layer = self._layers[0]
         first = int(layer.blocks[layer.rows(sequence)][0]) - sums.shape[2]
-        self._store.promote(segments, first, assign_homes(ranked, self.room(segments)))
+        homes = assign_homes(ranked, self.room(segments))
+        self._make_room(sequence, homes)
+        self._store.promote(segments, first, homes)
+
+    def _segments(self, sequence: int) -> Ids:
+        return np.concatenate([layer.segments[layer.rows(sequence)] for layer in self._layers])
+
+    def _make_room(self, sequence: int, homes: Bytes) -> None:
+        """Let others give way to new blocks, up to an equal share, in tiers that all share."""
+        store, segments = self._store, self._segments(sequence)
+        for level in range(store.partitioned, store.backing):
+            share = store.tiers[level].capacity * len(segments) // self._everyone()
+            held = int(np.isin(store.owners(level), segments).sum())
+            store.make_room(level, min(int((homes == level).sum()), share - held))
+
+    def _everyone(self) -> int:
+        """Segments of all sequences that there are."""
+        return max(1, sum(int((self._store.quota(at.segments) > 0).sum()) for at in self._layers))
 
     def room(self, segments: Ids) -> list[int | Pointers]:
         """Blocks that the tiers above the backing one may take of each of `segments`."""
         store = self._store
-        used = [int((store.quota(layer.segments) > 0).sum()) for layer in self._layers]
-        everyone = max(1, sum(used))
         return [
             store.quota(segments, level)
             if level < store.partitioned
-            else store.tiers[level].capacity // everyone
+            else store.tiers[level].capacity // self._everyone()
             for level in range(store.backing)
         ]

@@ -12,9 +12,9 @@ import torch
 from joining import EXACT, GEOMETRY, KV_HEADS, KVDRIVE, LAYERS, SCALE, Text, prefill, step
 
 from tierstore.adapters.attention import SparseAttention
-from tierstore.adapters.attention.capacity import fair_shares
 from tierstore.errors import CapacityError, ConfigError, PolicyError
 from tierstore.policies import LRU
+from tierstore.policies.fair import fair_shares
 from tierstore.tiers import DeviceTier, PinnedTier
 
 if TYPE_CHECKING:
@@ -186,6 +186,31 @@ def test_a_long_sequence_does_not_starve_short_ones_and_gets_what_they_leave() -
     text = Text(5)
     prefill(engine, joined_again, text.more(150))
     assert held(engine, joined_again) / heads == 150 // 4 + 1
+    engine.store.validate()
+    engine.close()
+
+
+def test_a_busy_sequence_pushes_no_other_out_of_dram(tmp_path: Path) -> None:
+    """DRAM has half of the blocks, and room for all of the short sequence in its share of it."""
+    tiers: dict[str, Any] = {"fast": "2MiB", "window": 1.0, "budget": 0.1}
+    engine = SparseAttention(GEOMETRY, preset=EXACT, dram="400KiB", disk=tmp_path, **tiers)
+    long, short = Text(0), Text(1)
+    prefill(engine, engine.add_sequence(1400), long.more(1200))
+    assert not (engine.store.owners(1) < 0).all(), "the long one has DRAM to itself so far"
+    prefill(engine, engine.add_sequence(220), short.more(120))
+    outputs, metrics = [], engine.store.metrics
+    dram, disk = 0, 0
+    for _ in range(10):
+        for _ in range(5):
+            step(engine, [long.more(1)], [0])
+        before = [tier.hits for tier in metrics.tiers]
+        outputs.append(step(engine, [short.more(1)], [1])[:, 0])
+        after = [tier.hits for tier in metrics.tiers]
+        dram, disk = dram + after[1] - before[1], disk + after[2] - before[2]
+    assert dram > 9 * disk, "tables that grow may cost a block"
+    assert np.isin(engine.store.owners(1), rows_of(engine, 0)).sum() > 300, "what is left"
+    for own, other in zip(outputs, alone(EXACT, 1, 120, 10, DRAM | {"budget": 0.1}), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
     engine.store.validate()
     engine.close()
 

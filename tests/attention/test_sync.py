@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -139,7 +139,7 @@ def test_slots_and_pages_are_within_the_limit_at_every_moment(tmp_path: Path) ->
     watched = []
 
     def watch(take: Callable[..., Array]) -> Callable[..., Array]:
-        def taking(*arguments: Any) -> Array:
+        def taking(*arguments: object) -> Array:
             taken = take(*arguments)
             watched.append(memory.used_bytes + taken.nbytes + disk.cache_bytes)
             return taken
@@ -194,6 +194,30 @@ def test_heads_that_stall_more_get_more_slots(tmp_path: Path) -> None:
     assert abs(int(quota[1]) - int(quota[2])) <= 1
     for _ in range(34):
         check_step(engine, story, 2e-5)
+    engine.store.validate()
+    engine.close()
+
+
+def test_slots_are_shared_out_fairly_between_sequences(tmp_path: Path) -> None:
+    """Heads of the short one that never stall get what it has left over, not the long one."""
+    story = Story(small(), sequences=2)
+    stalls = np.array([[50.0, 1.0], [1.0, 1.0]])
+    engine = SparseAttention(
+        story.geometry, budget=0.1, fast="2MiB", dram="300KiB", disk=tmp_path, sync="d",
+        stalls=stalls,
+    )  # fmt: skip
+    lengths = {0: 1000, 1: 360}
+    for sequence, length in lengths.items():
+        assert engine.add_sequence(length + 20) == sequence
+        for layer in range(2):
+            query, key, value = (each[:1] for each in story.tell(layer, length))
+            engine.attend(layer, query, key, value, sequences=[sequence], scale=SCALE)
+    batch = engine._running.batch
+    assert batch is not None
+    quota = [int(engine.store.quota(batch.segments_of(sequence), 1).sum()) for sequence in (0, 1)]
+    wanted = 4 * (360 // 4 + 1)
+    assert quota[1] == min(wanted, sum(quota) // 2)
+    assert quota[0] > 0
     engine.store.validate()
     engine.close()
 

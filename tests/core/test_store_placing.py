@@ -13,24 +13,31 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError
 from tierstore.interfaces import Selection
 from tierstore.placement import packing_order
-from tierstore.policies import LRU
+from tierstore.policies import LRU, FairShares
 from tierstore.store import BlockStore
 from tierstore.tiers import DeviceTier, MmapTier, PinnedTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tierstore.interfaces import Bytes, Ids
+    from tierstore.interfaces import Bytes, EvictionPolicy, Ids
 
 
-def store_of(folder: Path, *, top: int = 6, middle: int = 9, partitioned: int = 1) -> BlockStore:
+def store_of(
+    folder: Path,
+    *,
+    top: int = 6,
+    middle: int = 9,
+    partitioned: int = 1,
+    below: EvictionPolicy | None = None,
+) -> BlockStore:
     """Three tiers; the upper two with so many slots, and in the top so many for each segment."""
     tiers = [
         DeviceTier(LAYOUT, 1 << 14, name="top"),
         PinnedTier(LAYOUT, 1 << 15, name="middle"),
         MmapTier(LAYOUT, folder / "blocks", name="disk"),
     ]
-    store = BlockStore(LAYOUT, tiers, [LRU(), LRU()], partitioned=partitioned)
+    store = BlockStore(LAYOUT, tiers, [LRU(), below or LRU()], partitioned=partitioned)
     store.resize(0, 4 * top)
     store.resize(1, middle)
     return store
@@ -183,6 +190,58 @@ def test_segments_have_their_own_capacity_in_every_partitioned_tier(tmp_path: Pa
     store.set_quota(segments[1:], np.array([6], np.int64), 1)
     store.resize(1, 3)
     assert store.quota(segments[1:], 1).tolist() == [3]
+    store.validate()
+    store.close()
+
+
+def hits_beside_a_scan(
+    store: BlockStore, quotas: bool, fair: FairShares | None = None
+) -> list[int]:
+    """Hits in the middle tier of a segment that asks for 8 blocks in turn, beside a busy one."""
+    segments = store.open(2)
+    store.set_quota(segments, np.array([2, 2], np.int64))
+    if quotas:
+        store.set_quota(segments, np.array([8, 8], np.int64), 1)
+    if fair is not None:
+        fair.own(segments, segments)
+    store.append(segments, bytes_of(2, 60), home=np.full((2, 60), 2, np.uint8))
+    hits = []
+    for step in range(40):
+        for other in range(0, 12, 2):
+            block = (6 * step + other) % 60
+            visit(store, segments[1:], [[block, block + 1]])
+        before = store.metrics.tiers[1].hits
+        visit(store, segments[:1], [[step % 8]])
+        hits.append(store.metrics.tiers[1].hits - before)
+        store.validate()
+    return hits
+
+
+def test_fair_shares_serve_a_small_segment_as_an_equal_partition_does(tmp_path: Path) -> None:
+    found, fair = {}, FairShares(LRU())
+    for name, below in {"pool": None, "partition": None, "fair": fair}.items():
+        quotas = name == "partition"
+        (tmp_path / name).mkdir()
+        store = store_of(tmp_path / name, top=2, middle=16, partitioned=1 + quotas, below=below)
+        found[name] = hits_beside_a_scan(store, quotas, below)
+        store.close()
+    assert sum(found["pool"]) == 0
+    assert sum(found["partition"]) > 20
+    assert found["fair"] == found["partition"]
+
+
+def test_room_is_made_by_those_who_hold_most(tmp_path: Path) -> None:
+    below = FairShares(LRU())
+    store = store_of(tmp_path, middle=9, below=below)
+    segments = store.open(2)
+    below.own(segments, segments)
+    store.append(segments, bytes_of(2, 7), home=np.array([[1] * 7, [1, 1, *[2] * 5]], np.uint8))
+    store.make_room(1, 3)
+    assert [len(residents(store, each, 1)) for each in segments] == [4, 2]
+    store.make_room(1, 3)
+    assert len(residents(store, segments[0], 1)) == 4
+    store.make_room(1, 99)
+    assert residents(store, segments[1], 1) == []
     store.validate()
     store.close()
 
