@@ -8,9 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.codecs import make_codec
+from tierstore.cuda import CudaCopies
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
+from tierstore.memory import Memory
+from tierstore.sizes import parse_size
+from tierstore.staging import Staging
 from tierstore.tiers import DeviceTier, FileTier, MmapTier, PagedTier, PinnedTier, WriteBehindTier
+from tierstore.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +25,6 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.sync import SyncLevel
     from tierstore.interfaces import Tier
     from tierstore.layout import BlockLayout
-    from tierstore.memory import Memory
 
 _MOST_WAITING = 16 << 20
 _SHARE_WAITING = 32
@@ -82,15 +86,20 @@ class TierStack:
             on_error.callback(stack.close)
             if fast is not None:
                 stack.tiers += (DeviceTier(layout, fast, device=device),)
-            host = None if dram is None else PinnedTier(layout, dram)
+            has_pages = sync is not None and not sync.is_direct
+            is_staged = has_pages and device.type != "cpu"
+            host = None if dram is None else _host_tier(layout, dram, is_staged=is_staged)
             if host is not None:
                 stack.tiers += (host,)
             if directory is not None:
                 blocks = directory.path / "blocks"
                 behind: Tier
-                if sync is not None and not sync.is_direct and host is not None:
+                if has_pages and host is not None:
                     behind = PagedTier(layout, blocks, host.memory.limit_bytes)
                     host.memory.lend(partial(setattr, behind, "cache_bytes"))
+                    if is_staged:
+                        staging = Staging(layout, host.memory, CudaCopies(device))
+                        host.staging = behind.staging = staging
                 elif sync is not None:
                     behind = FileTier(layout, blocks, extent_bytes=_DIRECT_EXTENT)
                 elif codec is None:
@@ -131,6 +140,16 @@ def stack_for(
             "other"
         )
     return TierStack(tiers(layout))
+
+
+def _host_tier(layout: BlockLayout, dram: str | int, *, is_staged: bool) -> MemoryTier:
+    """DRAM, its pages locked; where blocks go through staging buffers, those alone are.
+
+    The page cache has its part of the limit, which locked slots would take a second time.
+    """
+    if is_staged:
+        return MemoryTier(layout, Memory(parse_size(dram, "dram"), "dram"), "dram")
+    return PinnedTier(layout, dram)
 
 
 def written_behind(disk: Tier, above: Sequence[Tier]) -> Tier:

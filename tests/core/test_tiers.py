@@ -107,7 +107,7 @@ def errors_taken_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A GPU is said to be there, and pages are locked 1 MiB at a time."""
     taken_up: list[str] = []
     monkeypatch.setattr(pinned, "_LOCKED_AT_ONCE", 1 << 20)
-    monkeypatch.setattr(pinned, "_forget_error", lambda: taken_up.append("error"))
+    monkeypatch.setattr(pinned, "forget_error", lambda: taken_up.append("error"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return taken_up
 

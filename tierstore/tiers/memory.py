@@ -11,14 +11,20 @@ from tierstore.kernels.element import is_host
 from tierstore.kernels.tables import copy_pieces, copy_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from tierstore.layout import BlockLayout
     from tierstore.memory import Memory
+    from tierstore.staging import Staging
 
 
 class MemoryTier(Tier):
-    """Slots in a buffer that kernels read in place."""
+    """Slots in a buffer that kernels read in place.
+
+    staging: through it blocks go to a device; None where they are copied at once.
+    """
+
+    staging: Staging | None = None
 
     def __init__(self, layout: BlockLayout, memory: Memory, name: str) -> None:
         self.name = name
@@ -45,9 +51,7 @@ class MemoryTier(Tier):
     def read(
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
     ) -> Completion:
-        for start, stop in self.layout.spans(parts):
-            copy(self._view, slots, out, rows, start, stop)
-        return DONE
+        return send(self._view, slots, out, rows, self.layout.spans(parts), self.staging)
 
     def write(
         self, slots: Ids, blocks: Bytes, rows: Ids, parts: Collection[str] | None = None
@@ -77,6 +81,22 @@ class MemoryTier(Tier):
     @property
     def used_bytes(self) -> int:
         return self._memory.used_bytes
+
+
+def send(
+    source: Bytes,
+    slots: Ids,
+    out: Bytes,
+    rows: Ids,
+    spans: Sequence[tuple[int, int]],
+    staging: Staging | None,
+) -> Completion:
+    """Copy spans of ``source[slots[i]]``, in host memory, to ``out[rows[i]]``, where that is."""
+    if staging is not None and not is_host(out):
+        return staging.send(source, slots, out, rows, spans)
+    for start, stop in spans:
+        copy(source, slots, out, rows, start, stop)
+    return DONE
 
 
 def copy(

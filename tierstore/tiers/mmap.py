@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.interfaces import DONE, Bytes, Completion, Ids, Tier
-from tierstore.tiers.memory import copy
+from tierstore.tiers.memory import copy, send
 from tierstore.tiers.scratch import ScratchFile
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.layout import BlockLayout
+    from tierstore.staging import Staging
 
 _PAGE = mmap.PAGESIZE
 
@@ -27,7 +28,12 @@ class MmapTier(Tier):
     are preallocated, so a full disk is an error of `resize` and never a SIGBUS later.
 
     ConfigError if the file exists or cannot be made.
+
+    staging: through it blocks go to a device, as long as there are slots; None where they are
+        copied at once.
     """
+
+    staging: Staging | None = None
 
     def __init__(
         self,
@@ -59,6 +65,8 @@ class MmapTier(Tier):
 
     def resize(self, slots: int) -> None:
         size = -(-slots * self.layout.block_bytes // _PAGE) * _PAGE
+        if self.staging is not None:
+            self.staging.open() if slots else self.staging.close()
         self._file.reserve(size, slots)
         self._map_again(slots, size)
         self._file.cut(size)
@@ -74,9 +82,7 @@ class MmapTier(Tier):
     def read(
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
     ) -> Completion:
-        for start, stop in self.layout.spans(parts):
-            copy(self._view, slots, out, rows, start, stop)
-        return DONE
+        return send(self._view, slots, out, rows, self.layout.spans(parts), self.staging)
 
     def write(
         self, slots: Ids, blocks: Bytes, rows: Ids, parts: Collection[str] | None = None
@@ -91,6 +97,8 @@ class MmapTier(Tier):
         self._file.sync()
 
     def close(self) -> None:
+        if self.staging is not None:
+            self.staging.close()
         self._file.close()
         self._slots = 0
         self._view = np.empty((0, self.layout.block_bytes), np.uint8)

@@ -42,7 +42,7 @@ class PinnedTier(MemoryTier):
             if int(status) != 0:
                 self._refusal = f"page-locking failed: {cudart.cudaGetErrorString(status)}"
                 self._unlock()
-                _forget_error()
+                forget_error()
                 return
             self._locked.append(address)
         self._buffer.is_locked = True
@@ -77,7 +77,7 @@ def _pieces(array: Bytes) -> list[tuple[int, int]]:
     ]
 
 
-def _forget_error() -> None:
+def forget_error() -> None:
     """Take up CUDA's pending error, which the next kernel would otherwise be blamed for."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
