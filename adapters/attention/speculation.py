@@ -139,7 +139,9 @@ class Speculative(Stages):
         if self._timeline is not None:
             tasks = [task._replace(layer=step.number, step=self._step) for task in tasks]
         run = self._pipeline.start(tasks, {"judge": step.judge, "fetch": fetch})
-        self._guesses[step.number] = _Guess(step, run, to_tensor(query).float())
+        self._guesses[step.number] = _Guess(
+            step, run, to_tensor(query).to(torch.float32, copy=True)
+        )
 
 
 class PreviousLayer(Speculative):

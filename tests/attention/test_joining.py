@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from joining import EXACT, GEOMETRY, KV_HEADS, KVDRIVE, LAYERS, SCALE, Text, prefill, step
+from joining import EXACT, GEOMETRY, KV_HEADS, KVDRIVE, LAYERS, SCALE, Text, Tokens, prefill, step
 
 from tierstore.adapters.attention import SparseAttention
 from tierstore.errors import CapacityError, ConfigError, PolicyError
@@ -151,6 +151,23 @@ def test_each_sequence_has_its_own_budget() -> None:
     with pytest.raises(ConfigError, match=r"budget=1\.5: expected a share"):
         engine.add_sequence(500, budget=1.5)
     engine.close()
+
+
+def test_queries_that_turn_select_anew_also_where_lanes_are_free() -> None:
+    """previous-step: with a free lane, queries pass through one buffer, step after step."""
+    attended = []
+    for schedule in ("sequential", "previous-step"):
+        engine = SparseAttention(
+            GEOMETRY, preset=EXACT, dram="4MiB", schedule=schedule, record=True
+        )
+        texts = joined(engine, (90, 120, 150))
+        engine.finish(0)
+        tokens = [texts[sequence].more(1) for sequence in (1, 2)]
+        for sign in (1, -1):
+            step(engine, [Tokens(sign * each.query, each.key, each.value) for each in tokens])
+        attended.append([engine.attended(layer) for layer in range(LAYERS)])
+        engine.close()
+    assert attended[0] == attended[1]
 
 
 # Capacity
