@@ -406,6 +406,8 @@ class Batch:
 
     def give_up(self, lane: int, error: Exception) -> None:
         """Free a lane whose sequence `error` has ended."""
+        # What was guessed for the next layer may have failed with the same blocks.
+        self._stages.drop_guesses()
         try:
             self.clear(lane)
         except TierstoreError as another:

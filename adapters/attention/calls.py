@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.geometry import Geometry
 
 
-def check_query(geometry: Geometry, query: torch.Tensor, key: torch.Tensor) -> None:
-    """A query is one of the model's, and of as many sequences and tokens as the key."""
+def check_query(
+    geometry: Geometry, query: torch.Tensor, key: torch.Tensor, next_query: torch.Tensor | None
+) -> None:
+    """A query is one of the model's, and of as many sequences and tokens as the key.
+
+    That of the next layer, where it is guessed, is one token of the same sequences.
+    """
     if query.shape[1::2] != (geometry.query_heads, geometry.head_dim):
         raise ConfigError(
             f"query of shape {tuple(query.shape)}: expected [B, Hq, T, d] of {geometry}"
@@ -22,6 +27,12 @@ def check_query(geometry: Geometry, query: torch.Tensor, key: torch.Tensor) -> N
         raise ConfigError(
             f"query {tuple(query.shape)} beside key {tuple(key.shape)}: expected the same "
             "sequences and tokens in both"
+        )
+    one = (*query.shape[:2], 1, query.shape[3])
+    if next_query is not None and (next_query.shape != one or next_query.dtype != query.dtype):
+        raise ConfigError(
+            f"next_query of shape {tuple(next_query.shape)}, {next_query.dtype}: expected {one}, "
+            f"{query.dtype}, as the query"
         )
 
 

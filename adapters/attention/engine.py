@@ -227,13 +227,13 @@ class SparseAttention:
         sequences: whose tokens these are, B numbers; by default all sequences'.
         scale: factor on the logits, the same at every call.
         next_query: [B, Hq, 1, d], a guess of what the next layer will ask. The schedule
-            ``"previous-layer"`` fetches by it; to all others it means nothing.
+            ``"previous-layer"`` selects and fetches by it; to all others it means nothing.
 
         Returns
         -------
         [B, T, Hq, e] in the query's dtype; at padding it is finite and means nothing.
         """
-        check_query(self.geometry, query, key)
+        check_query(self.geometry, query, key, next_query)
         check_valid(valid, key)
         self._check_open()
         running = self._running
@@ -253,6 +253,7 @@ class SparseAttention:
         *,
         sequences: Sequence[int] | None = None,
         scale: float,
+        next_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One more token of each sequence, like `attend`; a failure ends no sequence but its own.
 
@@ -265,12 +266,13 @@ class SparseAttention:
         query: [B, Hq, 1, d]. key, value: [B, Hkv, 1, d] and [B, Hkv, 1, e].
         sequences: whose tokens these are, B numbers, the same in all layers of a pass; by default
             all that are not at an end. Each has had its prompt.
+        next_query: [B, Hq, 1, d], as for `attend`.
 
         Returns
         -------
         [B, 1, Hq, e] in the query's dtype.
         """
-        check_query(self.geometry, query, key)
+        check_query(self.geometry, query, key, next_query)
         if query.shape[2] != 1:
             raise ConfigError(f"query of shape {tuple(query.shape)}: expected T = 1 token")
         self._check_open()
@@ -282,7 +284,7 @@ class SparseAttention:
         if layer == 0:
             running.check_prompts(named)
         with running.one_layer(layer, key, named, scale, ends_all=False) as batch:
-            out = running.step(batch, layer, (query, key, value), None, failed)
+            out = running.step(batch, layer, (query, key, value), None, failed, next_query)
         for sequence, lane in zip(named, passes.lanes, strict=True):
             if lane in failed:
                 passes.sequences.failures[sequence] = failed[lane]
@@ -441,6 +443,11 @@ class SparseAttention:
             self._running.passes.next_layer = -1
             raise
         return batch.store
+
+    @property
+    def wants_next_query(self) -> bool:
+        """Whether the schedule makes use of ``next_query=``."""
+        return self._rules.schedule == "previous-layer"
 
     @property
     def plan(self) -> Plan | None:

@@ -76,6 +76,12 @@ class Speculative(Stages):
         super().settle()
         self._bring_in(list(self._guesses))
 
+    def drop_guesses(self) -> None:
+        guesses, self._guesses = self._guesses, {}
+        for guess in guesses.values():
+            with suppress(Exception):
+                guess.wait()
+
     def forget(self) -> None:
         super().forget()
         self._guesses.clear()
@@ -93,10 +99,7 @@ class Speculative(Stages):
             for layer in layers:
                 self._guesses[layer].wait()
         except BaseException:
-            guesses, self._guesses = self._guesses, {}
-            for guess in guesses.values():
-                with suppress(Exception):
-                    guess.wait()
+            self.drop_guesses()
             raise
 
     def _select(self, step: LayerStep) -> None:

@@ -104,6 +104,9 @@ class Stages:
             run, self._updating = self._updating, None
             run.wait()
 
+    def drop_guesses(self) -> None:
+        """Return when no guess is under way; all are forgotten, and what went wrong with them."""
+
     def forget(self) -> None:
         """The rows or what they hold have changed. Requires: `settle`."""
         self._division = []

@@ -9,6 +9,8 @@ from weakref import WeakSet
 from tierstore.adapters.attention.engine import SparseAttention
 from tierstore.adapters.transformers.attention import NAME, register
 from tierstore.adapters.transformers.cache import TierCache
+from tierstore.adapters.transformers.engine import WantsNextQuery
+from tierstore.adapters.transformers.guessing import Guesses
 from tierstore.adapters.transformers.hooks import DecoderHooks
 from tierstore.adapters.transformers.prefixes import reuse_for
 from tierstore.adapters.transformers.profile import geometry_of, profile_of
@@ -73,8 +75,8 @@ def attach(
     plan: how window and budget are shared out between layers and heads: a
         `tierstore.policies.Plan` or the file of one. Alike by default.
     recalibrate: make that plan's windows anew once, after so many steps.
-    schedule: in which order the stages of a step follow each other: ``"sfc"``, ``"sequential"`` or
-        ``"previous-step"``; the preset's by default.
+    schedule: in which order the stages of a step follow each other: ``"sfc"``, ``"sequential"``,
+        ``"previous-layer"`` or ``"previous-step"``; the preset's by default.
     micro_batch: sequences that pass the stages together.
     timeline: notes when each stage and each transfer runs.
     attend_where: what happens to a selected block that is not in the fast tier: ``"fetch"``,
@@ -88,11 +90,6 @@ def attach(
     ------
     UnsupportedModelError, ConfigError: at once; the model is as it was.
     """
-    if schedule == "previous-layer":
-        raise ConfigError(
-            "schedule='previous-layer': an attached model gives no guess of its next layer's query:"
-            " expected another schedule, or an engine that is called with next_query="
-        )
     geometry = geometry_of(model)
     with ExitStack() as on_error:
         engine = SparseAttention(
@@ -151,6 +148,9 @@ def attach_session(
             f"{profile.geometry}"
         )
     reuse = None if prefixes is None else reuse_for(session, prefixes)
+    guesses = None
+    if isinstance(engine, WantsNextQuery) and engine.wants_next_query:
+        guesses = Guesses(session)
     register()
     detach = ExitStack()
     cache = TierCache(session, detach, reuse)
@@ -165,6 +165,8 @@ def attach_session(
         detach.callback(before.remove)
         after = decoder.register_forward_hook(hooks.after_forward)
         detach.callback(after.remove)
+        if guesses is not None:
+            guesses.attach(detach)
         on_error.pop_all()
     return cache
 

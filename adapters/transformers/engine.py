@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,4 +68,17 @@ class AttentionEngine(Protocol):
 
     def close(self) -> None:
         """Free memory and files. Closing twice is allowed."""
+        ...
+
+
+@runtime_checkable
+class WantsNextQuery(Protocol):
+    """An engine whose `attend` takes ``next_query=`` too, a guess of what the next layer will ask.
+
+    It is [rows, query heads, 1, head_dim], and comes in decoding steps, to all layers but the last.
+    """
+
+    @property
+    def wants_next_query(self) -> bool:
+        """Whether a guess is worth making."""
         ...

@@ -19,16 +19,20 @@ class Forward:
     rows, tokens: shape of the new input.
     mask: bool [rows, stored + new tokens], False at padding; None when no token is padding.
     valid: the part of `mask` for the new tokens; None when none of them is padding.
-    needs_check: whether layers compare shapes; only in single-token steps they do not.
+    is_step: whether it brings one more token of each row; only then layers compare no shapes.
     attended: held layers that have attended so far.
+    next_query: a guess of what the next held layer will ask, until the engine has it.
+    is_guessing: whether what attends now does so for a guess alone.
     """
 
     rows: int
     tokens: int
     mask: torch.Tensor | None
     valid: torch.Tensor | None
-    needs_check: bool
+    is_step: bool
     attended: int = 0
+    next_query: torch.Tensor | None = None
+    is_guessing: bool = False
 
 
 def new_shape(arguments: Mapping[str, object]) -> tuple[int, int]:

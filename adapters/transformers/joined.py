@@ -44,7 +44,7 @@ class JoinedSession(Session):
                 "or close it first"
             )
         rows, tokens = new_shape(arguments)
-        self.forward = Forward(rows, tokens, None, None, needs_check=not self.is_step)
+        self.forward = Forward(rows, tokens, None, None, self.is_step)
 
     def finish(self) -> None:
         super().finish()
@@ -68,6 +68,10 @@ class JoinedSession(Session):
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
+        next_query: torch.Tensor | None,
     ) -> torch.Tensor:
         attend = self._engine.step if self.is_step else self._engine.attend
-        return attend(layer, query, key, value, sequences=self.sequences, scale=scale)
+        return attend(
+            layer, query, key, value,
+            sequences=self.sequences, scale=scale, next_query=next_query,
+        )  # fmt: skip

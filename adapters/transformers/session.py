@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,18 @@ from tierstore.adapters.transformers.forward import (
 from tierstore.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tierstore.adapters.transformers.engine import AttentionEngine
     from tierstore.adapters.transformers.profile import ModelProfile
+
+
+class _Asked(Exception):  # noqa: N818 (no error: it ends what need not go on)
+    """Carries a query out of the attention module that asks it."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        super().__init__()
+        self.query = query
 
 
 class Session:
@@ -58,7 +67,7 @@ class Session:
             given = given.to(self.profile.geometry.device)
         mask, valid = merge_padding(self.mask, given, (rows, total), tokens)
         is_step = tokens == 1 and self.length > 0
-        self.forward = Forward(rows, tokens, mask, valid, needs_check=not is_step)
+        self.forward = Forward(rows, tokens, mask, valid, is_step)
 
     def resume(self, columns: int) -> None:
         """Have the first columns of the pass that was begun, and no pass: the engine has them."""
@@ -79,12 +88,15 @@ class Session:
         """Output of held layer `layer`, [rows, tokens, query heads, head_dim]."""
         forward = self.forward
         assert forward is not None, "attention without a forward pass"
-        if forward.needs_check:
+        if forward.is_guessing:
+            raise _Asked(query)
+        if not forward.is_step:
             self._check_heads(query, key, value)
         forward.attended += 1
         if scale is None:
             scale = query.shape[-1] ** -0.5
-        return self._through_engine(layer, query, key, value, scale)
+        guess, forward.next_query = forward.next_query, None
+        return self._through_engine(layer, query, key, value, scale, guess)
 
     def _through_engine(
         self,
@@ -93,10 +105,29 @@ class Session:
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
+        next_query: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.forward is not None
-        valid = self.forward.valid
-        return self.engine.attend(layer, query, key, value, valid=valid, scale=scale)
+        attend: Callable[..., torch.Tensor] = self.engine.attend
+        if next_query is not None:
+            attend = partial(attend, next_query=next_query)
+        return attend(layer, query, key, value, valid=self.forward.valid, scale=scale)
+
+    def query_of(self, attention: Callable[[], object]) -> torch.Tensor | None:
+        """What `attention`, the forward of a held layer's module, asks; it gets no answer.
+
+        None if it ends without asking.
+        """
+        forward = self.forward
+        assert forward is not None, "a guess without a forward pass"
+        forward.is_guessing = True
+        try:
+            attention()
+        except _Asked as asked:
+            return asked.query
+        finally:
+            forward.is_guessing = False
+        return None
 
     def finish(self) -> None:
         """Make the tokens of the forward pass part of the past."""

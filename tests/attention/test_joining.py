@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from joining import EXACT, GEOMETRY, KV_HEADS, KVDRIVE, LAYERS, SCALE, Text, Tok
 
 from tierstore.adapters.attention import SparseAttention
 from tierstore.errors import CapacityError, ConfigError, PolicyError
+from tierstore.indexers import ExactIndex, Rule
 from tierstore.policies import LRU
 from tierstore.policies.fair import fair_shares
 from tierstore.tiers import DeviceTier, PinnedTier
@@ -287,7 +289,10 @@ def others_are_untouched(
     gone: int,
     tiers: dict[str, Any] = DRAM,
 ) -> None:
-    """After the failure of `gone`: the others have had, and go on to have, what they have alone."""
+    """After the failure of `gone`: the others have had, and go on to have, what they have alone.
+
+    Alone, nothing is guessed.
+    """
     assert list(engine.failures) == [gone]
     engine.finish(gone)
     del texts[gone]
@@ -296,9 +301,10 @@ def others_are_untouched(
         for place, sequence in enumerate(texts):
             found[sequence].append(out[:, place])
     assert not engine.failures
+    preset = replace(engine._rules.preset, schedule="sequential")
     for sequence in texts:
         own = found[sequence]
-        expected = alone(EXACT, sequence, LENGTHS[sequence], len(own), tiers)
+        expected = alone(preset, sequence, LENGTHS[sequence], len(own), tiers)
         for ours, theirs in zip(own, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     engine.store.validate()
@@ -316,7 +322,9 @@ def steps(
     return found
 
 
-def on_two_tiers(policy: type[LRU] = LRU) -> tuple[SparseAttention, list[Fragile]]:
+def on_two_tiers(
+    policy: type[LRU] = LRU, schedule: str = "sfc"
+) -> tuple[SparseAttention, list[Fragile]]:
     """A fast tier that cannot hold everything over one that may break."""
     lower: list[Fragile] = []
 
@@ -324,13 +332,16 @@ def on_two_tiers(policy: type[LRU] = LRU) -> tuple[SparseAttention, list[Fragile
         lower.append(Fragile(layout, "4MiB"))
         return [DeviceTier(layout, "900KiB", device=GEOMETRY.device), lower[0]]
 
-    preset = replace(EXACT, policy=policy)
+    # The newest token is no part of a guess, so it must not weigh in what a guess selects.
+    index = partial(ExactIndex, rule=Rule("mean_group", softmax=False))
+    preset = replace(EXACT, index=index, policy=policy, schedule=schedule)
     return SparseAttention(GEOMETRY, preset=preset, tiers=tiers, window=1.0), lower
 
 
+@pytest.mark.parametrize("schedule", ["sfc", "previous-layer"])
 @pytest.mark.parametrize("gone", [0, 2])
-def test_blocks_that_cannot_be_read_end_their_sequence_alone(gone: int) -> None:
-    engine, (lower,) = on_two_tiers()
+def test_blocks_that_cannot_be_read_end_their_sequence_alone(gone: int, schedule: str) -> None:
+    engine, (lower,) = on_two_tiers(schedule=schedule)
     texts = joined(engine)
     found = steps(engine, texts, 5)
     slots = engine.store._moves.residency[1].slot_of.array
@@ -344,7 +355,33 @@ def test_blocks_that_cannot_be_read_end_their_sequence_alone(gone: int) -> None:
     others_are_untouched(engine, texts, found, gone)
 
 
-def test_a_policy_that_fails_for_one_sequence_ends_that_one() -> None:
+def test_a_guess_that_fails_with_its_layer_ends_no_other_sequence() -> None:
+    """Layer 1's blocks are on their way, and fail too, when layer 0 gives the sequence up."""
+    lower: list[Fragile] = []
+
+    def tiers(layout: BlockLayout) -> list[PinnedTier | DeviceTier]:
+        lower.append(Fragile(layout, "4MiB"))
+        return [DeviceTier(layout, "1800KiB", device=GEOMETRY.device), lower[0]]
+
+    preset = replace(EXACT, budget=0.1, schedule="previous-layer")
+    engine = SparseAttention(GEOMETRY, preset=preset, tiers=tiers, window=1.5)
+    texts = joined(engine)
+    steps(engine, texts, 5)
+    lower[0].broken = range(1 << 20)
+    out = step(engine, [text.more(1) for text in texts.values()])
+    assert list(engine.failures) == [0, 1, 2], "the last text has no blocks"
+    assert out[:, 3].isfinite().all()
+    lower[0].broken = ()
+    for gone in (0, 1, 2):
+        assert isinstance(engine.failures[gone], OSError)
+        engine.finish(gone)
+    assert step(engine, [texts[3].more(1)]).isfinite().all()
+    engine.store.validate()
+    engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["sfc", "previous-layer"])
+def test_a_policy_that_fails_for_one_sequence_ends_that_one(schedule: str) -> None:
     policies: list[Biased] = []
 
     class Kept(Biased):
@@ -352,7 +389,7 @@ def test_a_policy_that_fails_for_one_sequence_ends_that_one() -> None:
             super().__init__()
             policies.append(self)
 
-    engine, _ = on_two_tiers(Kept)
+    engine, _ = on_two_tiers(Kept, schedule)
     texts = joined(engine)
     found = steps(engine, texts, 5)
     policies[-1].spoilt = set(rows_of(engine, 0).tolist())

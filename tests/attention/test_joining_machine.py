@@ -43,13 +43,19 @@ class JoiningMachine(RuleBasedStateMachine):
     The budget is everything, so that what is attended to is known.
     """
 
-    @initialize(tiers=st.sampled_from(TIERS), preset=st.sampled_from([EXACT, KVDRIVE]))
-    def build(self, tiers: dict[str, Any], preset: Preset) -> None:
+    @initialize(
+        tiers=st.sampled_from(TIERS),
+        preset=st.sampled_from([EXACT, KVDRIVE]),
+        schedule=st.sampled_from(["sfc", "previous-layer"]),
+    )
+    def build(self, tiers: dict[str, Any], preset: Preset, schedule: str) -> None:
         self.folder = TemporaryDirectory()
         self.is_tight = tiers.get("fast") == TIGHT
         if "disk" in tiers:
             tiers = tiers | {"disk": self.folder.name}
-        self.engine = SparseAttention(GEOMETRY, preset=preset, budget=1.0, **tiers)
+        self.engine = SparseAttention(
+            GEOMETRY, preset=preset, budget=1.0, schedule=schedule, **tiers
+        )
         self.texts: dict[int, tuple[Text, int]] = {}
         self.seed = 0
 

@@ -390,6 +390,18 @@ def test_settings_that_cannot_be_are_refused(options: dict[str, object], message
         SparseAttention(GEOMETRY, dram="1MiB", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 4, 1, 16), torch.zeros(5, 4, 1, 16).double()])
+def test_a_guess_of_another_shape_or_type_is_refused(
+    make: Callable[..., SparseAttention], wrong: torch.Tensor
+) -> None:
+    engine = make("previous-layer")
+    STORY.prefill(engine)
+    query, key, value = STORY.steps[0][0]
+    with pytest.raises(ConfigError, match=r"next_query of shape .* expected \(5, 4, 1, 16\)"):
+        engine.attend(0, query, key, value, scale=SCALE, next_query=wrong)
+    STORY.decode(engine, slice(1))
+
+
 def test_one_sequence_takes_no_thread(make: Callable[..., SparseAttention]) -> None:
     engine, before = make("sfc", 1), threading.active_count()
     draw = torch.Generator().manual_seed(1)
