@@ -27,7 +27,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     class LanguageModel(PreTrainedModel, GenerationMixin):
         """What all models here are."""
@@ -115,6 +115,18 @@ def gemma3_multimodal() -> LanguageModel:
         tie_word_embeddings=False,
     )
     return seeded(Gemma3ForConditionalGeneration, config)
+
+
+ARCHITECTURES: list[Callable[[], LanguageModel]] = [
+    llama,
+    qwen3,
+    qwen3_with_some_sliding_layers,
+    phi3,
+    phi3_with_longrope,
+    mistral,
+    gemma3,
+    gemma3_multimodal,
+]
 
 
 def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:

@@ -76,7 +76,7 @@ def _held_attention(profile: ModelProfile) -> tuple[list[nn.Module], list[str]]:
     if len(modules) != len(profile.held) or None in modules:
         raise UnsupportedModelError(
             f"{profile.name} has no self_attn in each of its decoder's {len(profile.held)} layers, "
-            "from which schedule='previous-layer' guesses: attach it with another schedule="
+            "with which schedule='previous-layer' guesses: attach it with another schedule="
         )
     kinds = getattr(decoder.config, "layer_types", None) or [""] * len(modules)
     held = [each for each in zip(modules, kinds, profile.held, strict=True) if each[2]]

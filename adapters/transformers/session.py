@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.transformers.profile import ModelProfile
 
 
-class _Asked(Exception):  # noqa: N818 (no error: it ends what need not go on)
+class _Asked(Exception):
     """Carries a query out of the attention module that asks it."""
 
     def __init__(self, query: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from tiny_models import llama
 from tierstore.adapters.cli import main
 from tierstore.adapters.cli.timeline import save_timeline
 from tierstore.adapters.transformers import attach
-from tierstore.errors import ConfigError
 from tierstore.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -87,8 +86,3 @@ def test_a_picture_needs_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*ASK, "--timeline", str(tmp_path / "step.png")]) == 2
     assert "pip install 'tierstore[plot]'" in capsys.readouterr().err
-
-
-def test_a_schedule_that_needs_a_guess_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gives no guess of its next layer's query"):
-        attach(llama(), dram="1MiB", schedule="previous-layer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_models import gemma3, llama, phi3_with_longrope, qwen3, random_ids
 
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.generate import TierOptions, generate
+from tierstore.adapters.presets import PRESETS
 from tierstore.adapters.transformers import ContinuousBatch, attach, geometry_of
 from tierstore.errors import CapacityError, ConfigError, UnsupportedModelError
 
@@ -44,8 +46,17 @@ def alone(model: LanguageModel, number: int, options: dict[str, Any] = DRAM) -> 
     return list(found.generation.tokens)
 
 
+GUESSING = replace(PRESETS["exact"], name="guessing", schedule="previous-layer")
+
+
 @pytest.mark.parametrize(
-    "options", [{"preset": "exact", "budget": 0.2}, {"preset": "kvdrive", "budget": 16}], ids=str
+    "options",
+    [
+        {"preset": "exact", "budget": 0.2},
+        {"preset": "kvdrive", "budget": 16},
+        {"preset": GUESSING, "budget": 0.2, "fast": "2MiB"},
+    ],
+    ids=["exact", "kvdrive", "previous-layer"],
 )
 def test_eight_requests_that_come_and_go_get_what_they_get_alone(
     model: LanguageModel, options: dict[str, Any]
@@ -128,11 +139,14 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on() -> None:
     assert list(tokens) == alone(model, 0, {"preset": "exact", "dram": "8MiB"})
 
 
-def test_a_request_whose_keys_break_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"preset": GUESSING, "fast": "2MiB"}], ids=len)
+def test_a_request_whose_keys_break_leaves_alone(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """Its embedding is NaN from one token on, as a broken adapter might make it."""
-    model = llama()
-    expected = {number: alone(model, number) for number in (0, 3)}
-    with batch_of(model) as batch:
+    model, options = llama(), options | DRAM
+    expected = {number: alone(model, number, options) for number in (0, 3)}
+    with batch_of(model, options) as batch:
         for number in (0, 3, 1):
             batch.add(prompt(number), max_new_tokens=NEW[number])
         for _ in range(5):

@@ -8,16 +8,12 @@ import pytest
 import torch
 from dense_engine import DenseEngine, attach_dense
 from tiny_models import (
+    ARCHITECTURES,
     gemma3,
-    gemma3_multimodal,
     left_padded,
     llama,
-    mistral,
     own_cache,
     phi3,
-    phi3_with_longrope,
-    qwen3,
-    qwen3_with_some_sliding_layers,
     random_ids,
 )
 from torch import nn
@@ -30,16 +26,6 @@ if TYPE_CHECKING:
 
     from tiny_models import LanguageModel
 
-ARCHITECTURES = [
-    llama,
-    qwen3,
-    qwen3_with_some_sliding_layers,
-    phi3,
-    phi3_with_longrope,
-    mistral,
-    gemma3,
-    gemma3_multimodal,
-]
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
