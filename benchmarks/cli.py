@@ -81,6 +81,10 @@ BENCHMARKS = {
         "steps of a batch with its blocks on disk, under each schedule of the stages",
         frozenset({"repeat", "tokens", "layers", "disk"}),
     ),
+    "guesses": Benchmark(
+        "how much of what a layer selects had been guessed in the layer before, or a step before",
+        frozenset({"tokens"}),
+    ),
     "placement": Benchmark(
         "where a prompt's blocks should start: critical blocks covered by each ranking",
         frozenset({"tokens", "captures"}),

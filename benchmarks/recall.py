@@ -100,24 +100,26 @@ def measure_recall(
     found = Recall()
     capture, layers = truth.capture, len(truth.masses)
     seconds = np.zeros(capture.steps)
-    _built(candidate, capture, 0, block_tokens, min(_WARM_TOKENS, truth.tokens))
+    built_index(candidate, capture, 0, block_tokens, min(_WARM_TOKENS, truth.tokens))
     for layer in range(layers):
         start = perf_counter()
-        index = _built(candidate, capture, layer, block_tokens, truth.tokens)
+        index = built_index(candidate, capture, layer, block_tokens, truth.tokens)
         found.build_seconds.append(perf_counter() - start)
         heads = len(truth.masses[layer])
         found.nbytes += index.nbytes / (layers * heads * truth.tokens)
         for i, budget in enumerate(budgets):
-            chosen, times = _select(truth, index, layer, block_tokens, budget)
+            queries = to_tensor(capture.queries[layer])
+            chosen, times = selected_blocks(truth, index, queries, block_tokens, budget)
             seconds += times if i == 0 else 0
             _judge(truth, layer, block_tokens, budget, chosen, found)
     found.select_seconds = seconds.tolist()
     return found
 
 
-def _built(
+def built_index(
     candidate: Candidate, capture: Capture, layer: int, block_tokens: int, tokens: int
 ) -> Index:
+    """An index of the first `tokens` tokens behind the sinks of a captured layer."""
     memory = unlimited("index")
     queries = capture.queries[layer]
     heads, group, _, dim = queries.shape
@@ -138,11 +140,10 @@ def _built(
     return index
 
 
-def _select(
-    truth: Truth, index: Index, layer: int, block_tokens: int, budget: float
+def selected_blocks(
+    truth: Truth, index: Index, queries: torch.Tensor, block_tokens: int, budget: float
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """What is selected, [H, T, blocks], and the seconds of each step."""
-    queries = to_tensor(truth.capture.queries[layer])
+    """What queries [H, G, T, d] select, [H, T, blocks], and the seconds of each step."""
     heads, _, steps, _ = queries.shape
     chosen = np.zeros((heads, steps, truth.tokens // block_tokens), np.bool_)
     budgets: Ids = np.full(heads, truth.budget(budget, block_tokens), np.int32)

@@ -9,7 +9,7 @@ from tierstore.indexers.graph import GraphIndex
 from tierstore.indexers.hierarchical import HierarchicalIndex
 from tierstore.indexers.low_rank import LowRankKeys
 from tierstore.indexers.lsh import LSHIndex
-from tierstore.indexers.partial_columns import PartialColumnsIndex, next_queries, skew
+from tierstore.indexers.partial_columns import PartialColumnsIndex, skew
 from tierstore.indexers.pq import PQIndex
 from tierstore.indexers.quest import QuestIndex
 from tierstore.indexers.rules import Rule
@@ -41,7 +41,6 @@ __all__ = [
     "StatisticalBoxIndex",
     "TokenClustersIndex",
     "WeightedPQIndex",
-    "next_queries",
     "skew",
     "window_scores",
 ]

@@ -13,7 +13,6 @@ from tierstore.indexers.columns import Column
 from tierstore.indexers.rules import Rule
 from tierstore.indexers.scoring import IndexShape, NewTokens, Representatives, ScoringIndex
 from tierstore.kernels.element import stored_dtype, to_tensor
-from tierstore.kernels.rotary import rotate
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,7 +27,8 @@ class PartialColumnsIndex(ScoringIndex):
     last queries (of its keys where those are absent), the columns are those in which turned
     queries and keys are largest together. A step selects what scores within 4 nats of the best (5
     for Llama-2: ``rule=``), by the mean count over a sequence's heads; its budget is the system's
-    cap. Ask it with `next_queries` to select for a layer while the one before is computed.
+    cap. InfiniGen asks it for a layer while the one before is computed: schedule
+    ``"previous-layer"``.
 
     Parameters
     ----------
@@ -106,30 +106,3 @@ def skew(vectors: torch.Tensor) -> torch.Tensor:
 
 def _column_weights(turned: torch.Tensor) -> torch.Tensor:
     return turned.abs().mean(1)
-
-
-def next_queries(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    group: int,
-    dim: int,
-    *,
-    bias: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The queries [B * Hkv, G, d] of the next layer, guessed from what enters this one's attention.
-
-    They are right as far as the residual stream changes little from layer to layer (InfiniGen).
-
-    Parameters
-    ----------
-    hidden: [B, D], normalised, as this layer's own projections get it.
-    weight, bias: [Hkv * G * d, D] and [Hkv * G * d] of the next layer's query projection.
-    group, dim: G and d. cos, sin: [B, h], rotary tables of the positions asked from.
-    """
-    queries: torch.Tensor = torch.nn.functional.linear(hidden, weight, bias)
-    queries = queries.unflatten(1, (-1, group, dim))
-    if cos is not None and sin is not None:
-        queries = rotate(queries, cos[:, None, None], sin[:, None, None])
-    return queries.flatten(0, 1)

@@ -75,7 +75,8 @@ class AttentionEngine(Protocol):
 class WantsNextQuery(Protocol):
     """An engine whose `attend` takes ``next_query=`` too, a guess of what the next layer will ask.
 
-    It is [rows, query heads, 1, head_dim], and comes in decoding steps, to all layers but the last.
+    It is [rows, query heads, 1, head_dim], and comes in decoding steps where there is one: not to
+    the last layer, nor to the model's first.
     """
 
     @property

@@ -20,15 +20,16 @@ _ROTARY = "position_embeddings"
 
 
 class Guesses:
-    """Hooks that guess in a decoding step, in each held layer but the last, what the next one asks.
+    """Hooks that guess, in a decoding step, in one held layer what the next one will ask.
 
     InfiniGen's guess: the residual stream changes little from layer to layer, so the hidden states
     that enter a layer's attention, normalised for that layer, stand for those of the next. They go
     through the next held layer's own attention module until it asks; so projection, norms and
     rotary embedding are the model's. Its keys and values are made too, and dropped.
 
-    A layer is guessed for only if one of its kind has been called in the pass: layers of another
-    kind may have other rotary tables.
+    The model's first layer guesses nothing, as published: it changes the stream most. Nor is there
+    a guess for a layer before one of its kind was called in the pass: kinds of layers may have
+    rotary tables of their own.
 
     UnsupportedModelError for a model without attention modules where they are looked for.
     """
@@ -36,6 +37,8 @@ class Guesses:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._modules, self._kinds = _held_attention(session.profile)
+        self._first = 1 if session.profile.held[0] else 0
+        """The first held layer that guesses."""
         self._rotary: dict[str, dict[str, object]] = {}
         """Keyword arguments with the rotary tables of each kind that this pass has called."""
 
@@ -57,7 +60,9 @@ class Guesses:
             self._rotary.clear()
         own, following = self._kinds[number], number + 1
         self._rotary[own] = {name: kwargs[name] for name in (_ROTARY,) if name in kwargs}
-        if following == len(self._modules) or self._kinds[following] not in self._rotary:
+        if number < self._first or following == len(self._modules):
+            return
+        if self._kinds[following] not in self._rotary:
             return
         attention = self._modules[following]
         given = kwargs | self._rotary[self._kinds[following]]
@@ -72,8 +77,9 @@ class Guesses:
 def _held_attention(profile: ModelProfile) -> tuple[list[nn.Module], list[str]]:
     """Attention module and kind of each held layer."""
     decoder = profile.decoder
-    modules = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
-    if len(modules) != len(profile.held) or None in modules:
+    layers: Any = getattr(decoder, "layers", ())
+    modules = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    if len(modules) != len(profile.held):
         raise UnsupportedModelError(
             f"{profile.name} has no self_attn in each of its decoder's {len(profile.held)} layers, "
             "with which schedule='previous-layer' guesses: attach it with another schedule="

@@ -28,21 +28,25 @@ from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.presets import PRESETS
 from tierstore.adapters.transformers import attach, attach_engine, geometry_of
 from tierstore.errors import UnsupportedModelError
-from tierstore.indexers import ExactIndex, Rule
+from tierstore.indexers import ExactIndex, PartialColumnsIndex, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
     from tiny_models import LanguageModel
+    from transformers import PreTrainedModel
 
     from tierstore.adapters.attention import Geometry
+    from tierstore.indexers import IndexShape
+    from tierstore.interfaces import Index
 
     Floats = npt.NDArray[np.float64]
 
 LENGTHS = (21, 9, 14)
 NEW = 6
+ALTERNATING = ("sliding_attention", "full_attention") * 2
 
 
 class Listening(DenseEngine):
@@ -79,8 +83,15 @@ def heard(model: LanguageModel, **inputs: torch.Tensor) -> Listening:
     return engine
 
 
-def layers_of(model: LanguageModel) -> list[Any]:
+def layers_of(model: PreTrainedModel) -> list[Any]:
     return list(model.get_decoder().layers)
+
+
+def held_in(model: LanguageModel) -> list[int]:
+    """Numbers of the layers that slide over no window."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [number for number, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def adding_nothing(model: LanguageModel) -> LanguageModel:
@@ -91,9 +102,9 @@ def adding_nothing(model: LanguageModel) -> LanguageModel:
     return model
 
 
-def gemma3_with_room() -> LanguageModel:
+def gemma3_with_room(types: Sequence[str] = ALTERNATING) -> LanguageModel:
     """No text is as long as its window: all its layers are held, with two kinds of angles."""
-    return gemma3(sliding_window=600)
+    return gemma3(sliding_window=600, layer_types=list(types))
 
 
 # What is guessed
@@ -104,26 +115,32 @@ def test_where_layers_add_nothing_each_guess_is_what_the_next_layer_asks(
     make_model: Callable[[], LanguageModel],
 ) -> None:
     """Through all that lies before attention; rows of a padded batch have their own positions."""
-    engine = heard(adding_nothing(make_model()), **left_padded(*LENGTHS))
+    model = adding_nothing(make_model())
+    engine = heard(model, **left_padded(*LENGTHS))
     assert [guess for _, _, guess in engine.asked[: engine.geometry.layers]] == [None] * (
         engine.geometry.layers
     ), "a prompt is no step"
     steps = list(engine.decoded())
     assert len(steps) == NEW - 1
+    guessing = [place for place, number in enumerate(held_in(model)) if number > 0]
     for step in steps:
-        for (_, _, guess), (_, query, _) in pairwise(step):
-            assert guess is not None
-            assert torch.equal(guess, query)
+        for (layer, _, guess), (_, query, _) in pairwise(step):
+            assert (guess is not None) == (layer in guessing)
+            assert guess is None or torch.equal(guess, query)
         assert step[-1][2] is None
 
 
-def test_layers_that_rotate_differently_are_guessed_for_by_their_own_angles() -> None:
-    """The first layer of a kind is not: nobody has its angles yet."""
-    engine = heard(adding_nothing(gemma3_with_room()), **left_padded(*LENGTHS))
+@pytest.mark.parametrize(("kinds", "guessing"), [("sfsf", [1, 2]), ("ssfs", [2])])
+def test_layers_that_rotate_differently_are_guessed_for_by_their_own_angles(
+    kinds: str, guessing: list[int]
+) -> None:
+    """The first layer of a kind is not: nobody has its angles yet. s is sliding, f is full."""
+    types = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+    engine = heard(adding_nothing(gemma3_with_room(types)), **left_padded(*LENGTHS))
     assert engine.geometry.layers == 4
     for step in engine.decoded():
-        assert [guess is None for _, _, guess in step] == [True, False, False, True]
-        for layer in (1, 2):
+        assert [layer for layer, _, guess in step if guess is not None] == guessing
+        for layer in guessing:
             guess = step[layer][2]
             assert guess is not None
             assert torch.equal(guess, step[layer + 1][1])
@@ -178,8 +195,7 @@ def test_a_guess_is_made_of_the_layer_s_normalised_input_by_the_next_layer_s_wei
     for name, weight in model.named_parameters():
         if "norm" in name:  # otherwise all alike, so that nobody could tell whose it is
             weight.data += 0.5 * torch.rand(weight.shape, generator=generator)
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 3
-    held = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    held = held_in(model)
     entered: dict[int, list[torch.Tensor]] = {number: [] for number in held}
     for number in held:
         layers_of(model)[number].input_layernorm.register_forward_hook(
@@ -191,6 +207,9 @@ def test_a_guess_is_made_of_the_layer_s_normalised_input_by_the_next_layer_s_wei
     for step, calls in enumerate(engine.decoded()):
         for place, (layer, following) in enumerate(pairwise(held)):
             guess = calls[place][2]
+            if layer == 0:
+                assert guess is None
+                continue
             assert guess is not None
             for row, length in enumerate(LENGTHS):
                 hidden = entered[layer][step + 1][row, 0].double().numpy()
@@ -199,7 +218,7 @@ def test_a_guess_is_made_of_the_layer_s_normalised_input_by_the_next_layer_s_wei
 
 
 def test_a_compiled_model_guesses_too() -> None:
-    model = adding_nothing(llama(num_hidden_layers=2))
+    model = adding_nothing(llama())
     engine = Listening(geometry_of(model))
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager")
@@ -208,9 +227,9 @@ def test_a_compiled_model_guesses_too() -> None:
             compiled(random_ids(1, tokens), **cache.kwargs)
     torch.compiler.reset()
     for step in engine.decoded():
-        for (_, _, guess), (_, query, _) in pairwise(step):
-            assert guess is not None
-            torch.testing.assert_close(guess, query)
+        guess, query = step[1][2], step[2][1]
+        assert guess is not None
+        torch.testing.assert_close(guess, query)
 
 
 # What becomes of it
@@ -240,15 +259,21 @@ def test_where_everything_is_selected_outputs_are_those_of_sequential(
 
 
 @pytest.mark.parametrize("make_model", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("index", "block_tokens"),
+    # The newest token is no part of a guess, so it must not weigh in what a guess selects.
+    [(partial(ExactIndex, rule=Rule("mean_group", softmax=False)), 4), (PartialColumnsIndex, 1)],
+    ids=["exact", "InfiniGen"],
+)
 def test_where_a_guess_is_right_the_selection_is_that_of_the_true_query(
     make_model: Callable[[], LanguageModel],
+    index: Callable[[IndexShape], Index],
+    block_tokens: int,
 ) -> None:
     model = adding_nothing(make_model())
     switch = getattr(model.config, "original_max_position_embeddings", None)
     inputs = left_padded(56, 50) if switch else left_padded(190, 140)
-    # The newest token is no part of a guess, so it must not weigh in what a guess selects.
-    index = partial(ExactIndex, rule=Rule("mean_group", softmax=False))
-    preset = replace(PRESETS["exact"], index=index, budget=0.2, local=16)
+    preset = replace(PRESETS["exact"], index=index, block_tokens=block_tokens, budget=0.2, local=16)
     attended = []
     for schedule in ("sequential", "previous-layer"):
         engine = SparseAttention(
@@ -315,7 +340,7 @@ def test_nothing_is_hooked_for_an_engine_that_wants_no_guess() -> None:
 def test_after_an_error_in_the_model_the_text_can_begin_anew_and_no_hook_stays(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The query projection of layer 1 fails first as layer 0 guesses with it."""
+    """The query projection of layer 2 fails first as layer 1 guesses with it."""
     model = llama()
     ids = random_ids(1, 200)
 
@@ -326,7 +351,7 @@ def test_after_an_error_in_the_model_the_text_can_begin_anew_and_no_hook_stays(
         expected = model.generate(ids, **cache.kwargs, do_sample=False, max_new_tokens=NEW)
         cache.reset()
         model(ids, **cache.kwargs)
-        monkeypatch.setattr(layers_of(model)[1].get_submodule(part), "forward", fail)
+        monkeypatch.setattr(layers_of(model)[2].get_submodule(part), "forward", fail)
         with pytest.raises(MemoryError):
             model(ids[:, :1], **cache.kwargs)
         monkeypatch.undo()
@@ -344,7 +369,7 @@ def test_attention_that_does_not_ask_cannot_be_guessed_for(
     model = llama()
     with torch.no_grad(), attach(model, dram="1MiB", schedule="previous-layer") as cache:
         model(random_ids(1, 20), **cache.kwargs)
-        silent = layers_of(model)[1].self_attn
+        silent = layers_of(model)[2].self_attn
         monkeypatch.setattr(silent, "forward", lambda hidden_states, **_: (hidden_states, None))
         with pytest.raises(UnsupportedModelError, match="LlamaAttention does not attend when it"):
             model(random_ids(1, 1), **cache.kwargs)
