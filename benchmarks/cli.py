@@ -47,7 +47,9 @@ BENCHMARKS = {
     ),
     "index": Benchmark(
         "every index at four budgets: attention found, KL, planted numbers, bytes and time",
-        frozenset({"tokens", "parts", "indexes", "documents", "captures", "model", "plot"}),
+        frozenset(
+            {"tokens", "steps", "parts", "indexes", "documents", "captures", "model", "plot"}
+        ),
     ),
     "replay": Benchmark(
         "a skewed trace through queue policies, and through libCacheSim where it is installed",
@@ -146,7 +148,7 @@ def add_command(subparsers: Subparsers) -> None:
         metavar="DIR",
         help="attention traces (policies and layout, which need them; windows)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="decoding steps (endurance)")
+    parser.add_argument("--steps", type=int, metavar="N", help="decoding steps (endurance, index)")
     parser.add_argument("--records", type=int, metavar="N", help="records of the store to open")
     _add_index_options(parser)
 

@@ -67,6 +67,7 @@ def run(
     say: Say,
     *,
     tokens: int = 6_000,
+    steps: int = STEPS,
     parts: str | None = None,
     indexes: str | None = None,
     documents: str | None = None,
@@ -85,7 +86,8 @@ def run(
         texts = [read_document(name).text for name in _listed(documents) or ()]
         say(f"loading {model}")
         loaded = load_model(model, torch.bfloat16, "cpu")
-        findings = measure(say, loaded, token_lists(loaded, tokens + STEPS, texts), plan)
+        read = token_lists(loaded, tokens + steps, texts)
+        findings = measure(say, loaded, read, plan, steps=steps)
     if plot is not None:
         draw(findings, plan.rows, plan.budgets, plot)
     return findings

@@ -69,7 +69,7 @@ INDEXES: dict[str, Candidate] = {
     "box": Candidate("statistical boxes of blocks (ArkVale)", StatisticalBoxIndex, (4, 32)),
     "pq": Candidate("2 codes of 6 bits (PQCache)", PQIndex),
     "pq-m8": Candidate("8 codes of 6 bits", partial(PQIndex, parts=8)),
-    "weighted-pq": Candidate("8 codes of 6 bits, fitted to queries (best)", WeightedPQIndex),
+    "weighted-pq": Candidate("9 codes of 6 bits, fitted to queries (best)", WeightedPQIndex),
     "partial-columns": Candidate("a fifth of the skewed columns (InfiniGen)", PartialColumnsIndex),
     "lsh": Candidate("150 hashes of 10 bits (MagicPIG)", LSHIndex),
     "graph": Candidate("nearest keys of prefill's queries (RetrievalAttention)", GraphIndex, (1,)),

@@ -78,11 +78,16 @@ class PQIndex(ScoringIndex):
         """Length of the vectors that are cut into parts."""
         return shape.dim
 
+    @property
+    def codes_each(self) -> int:
+        """Codes that a token has."""
+        return self.parts
+
     def columns(self) -> dict[str, Column]:
         width = self._coded_dims(self.shape) // self.parts + (self.metric == "inner")
-        words = (self.parts, 1 << self.bits, width)
+        words = (self.codes_each, 1 << self.bits, width)
         columns = {
-            "codes": Column("unit", (self.parts, self.bits), np.int64, together=64),
+            "codes": Column("unit", (self.codes_each, self.bits), np.int64, together=64),
             "codewords": Column("row", words, stored_dtype(self.shape.dtype)),
         }
         if self.metric == "inner":
@@ -95,23 +100,9 @@ class PQIndex(ScoringIndex):
         if max(map(abs, torch.stack(torch.aminmax(keys)).tolist())) > _LARGEST:
             keys = keys.clamp(-_LARGEST, _LARGEST)
         fitted = self.fit(keys, new.context) if is_build else self._fitted(new.rows)
-        vectors = self.coded(keys, fitted)
-        rows, tokens, _ = vectors.shape
-        points = vectors.unflatten(2, (self.parts, -1)).transpose(1, 2).flatten(0, 1)
-        if self.metric == "inner":
-            squares = points.square().sum(-1)
-            if is_build:
-                fitted["largest"] = squares.amax(1).view(rows, self.parts)
-            rest = fitted["largest"].reshape(-1, 1) - squares
-            points = torch.cat([points, rest.clamp(min=0).sqrt()[..., None]], -1)
-        if is_build:
-            fitted["codewords"] = self._train(points).unflatten(0, (rows, self.parts))
-        words = fitted["codewords"].float().flatten(0, 1)
-        codes = nearest(points, words, words.square().sum(-1) / -2)
-        return Representatives(
-            {"codes": codes.view(rows, self.parts, tokens).transpose(1, 2)},
-            rows=fitted if is_build else {},
-        )
+        weights = self.importance(keys, new.context) if is_build else None
+        codes = self.encode(self.coded(keys, fitted), fitted, weights)
+        return Representatives({"codes": codes.transpose(1, 2)}, rows=fitted if is_build else {})
 
     def fit(self, keys: torch.Tensor, context: IndexContext) -> Fitted:
         """Columns of rows that `coded` needs, from the keys of the build."""
@@ -121,16 +112,59 @@ class PQIndex(ScoringIndex):
         """The vectors [R', n, .] that keys [R', n, d] are coded as."""
         return keys
 
+    def importance(self, keys: torch.Tensor, context: IndexContext) -> torch.Tensor | None:
+        """What each of the keys counts in training, float32 [R', n] > 0; None for alike."""
+        return None
+
+    def encode(
+        self, vectors: torch.Tensor, fitted: Fitted, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Codes [R', codes_each, n] of vectors [R', n, .].
+
+        Where `fitted` has no codewords, they are trained on the weighted vectors and put there.
+        """
+        points = self._parts_of(vectors)
+        if self.metric == "inner":
+            squares = points.square().sum(-1)
+            largest = fitted.setdefault("largest", squares.amax(2))
+            rest = largest[..., None] - squares
+            points = torch.cat([points, rest.clamp(min=0).sqrt()[..., None]], -1)
+        codes, fitted["codewords"] = self._quantise(points, fitted.get("codewords"), weights)
+        return codes
+
+    def _parts_of(self, vectors: torch.Tensor) -> torch.Tensor:
+        parts: torch.Tensor = vectors.unflatten(2, (self.parts, -1)).transpose(1, 2)
+        return parts
+
+    def _quantise(
+        self, points: torch.Tensor, words: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers [R', p, n] of the nearest codewords of points [R', p, n, w], and the codewords.
+
+        These are `words` [R', p, 2**bits, w], or trained on the weighted points.
+        """
+        sets = points.flatten(0, 1)
+        if words is None:
+            if weights is not None:
+                weights = weights.repeat_interleave(points.shape[1], 0)
+            words = self._train(sets, weights).unflatten(0, points.shape[:2])
+        known = words.float().flatten(0, 1)
+        codes = nearest(sets, known, known.square().sum(-1) / -2)
+        return codes.view(points.shape[:3]), words
+
     def _fitted(self, rows: slice) -> Fitted:
         names = [name for name, column in self.columns().items() if column.per == "row"]
         return {name: to_tensor(self.data[name][rows]) for name in names}
 
-    def _train(self, points: torch.Tensor) -> torch.Tensor:
+    def _train(self, points: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Codewords [R', 2**bits, w] as they will be stored; the first one fills what is over."""
         step = -(-points.shape[1] // (self.training_tokens or points.shape[1]))
         points = points[:, ::step]
+        weights = None if weights is None else weights[:, ::step]
         clusters = min(1 << self.bits, points.shape[1])
-        _, words = kmeans(points, clusters, iterations=self.iterations, metric="l2")
+        _, words = kmeans(
+            points, clusters, iterations=self.iterations, metric="l2", weights=weights
+        )
         spare = words[:, :1].expand(-1, (1 << self.bits) - clusters, -1)
         most = torch.finfo(self.shape.dtype).max
         return torch.cat([words, spare], 1).clamp(-most, most).to(self.shape.dtype)

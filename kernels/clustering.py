@@ -22,6 +22,7 @@ def kmeans(
     init: str = "strided",
     segments: int = 1,
     centre: bool = True,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lloyd's algorithm. An empty cluster keeps its last centroid; it ends early when all stays.
 
@@ -38,6 +39,7 @@ def kmeans(
         of n and k.
     centre: take the mean of each set out first, as RetroInfer does, so that direction and not the
         common offset of the keys decides; ``"l2"`` does not care.
+    weights: float32 [R, n] > 0, what each point counts in the mean of its cluster; None for alike.
 
     Returns
     -------
@@ -49,7 +51,7 @@ def kmeans(
         pieces = points.unflatten(1, (segments, -1)).flatten(0, 1)
         labels, means = kmeans(
             pieces, clusters // segments, iterations=iterations, metric=metric, init=init,
-            centre=centre,
+            centre=centre, weights=None if weights is None else weights.reshape(pieces.shape[:2]),
         )  # fmt: skip
         offsets = torch.arange(segments, device=points.device)[:, None] * (clusters // segments)
         labels = (labels.unflatten(0, (rows, segments)) + offsets).flatten(1)
@@ -63,11 +65,11 @@ def kmeans(
     else:
         assignment = _assign(compared, centroids, metric)
     for _ in range(iterations):
-        centroids = cluster_means(compared, assignment, centroids)
+        centroids = cluster_means(compared, assignment, centroids, weights)
         before, assignment = assignment, _assign(compared, centroids, metric)
         if torch.equal(before, assignment):
             break
-    return assignment, cluster_means(points, assignment, points[:, starts])
+    return assignment, cluster_means(points, assignment, points[:, starts], weights)
 
 
 def _check(n: int, clusters: int, metric: str, init: str, segments: int) -> None:
@@ -125,12 +127,21 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
 
 
 def cluster_means(
-    points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
+    points: torch.Tensor,
+    assignment: torch.Tensor,
+    fallback: torch.Tensor,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`."""
-    sums = torch.empty(fallback.shape, device=points.device)
+    if weights is not None:
+        points = torch.cat([points * weights[..., None], weights[..., None]], -1)
+    sums = torch.empty((*fallback.shape[:2], points.shape[2]), device=points.device)
     sizes = torch.empty(fallback.shape[:2], dtype=torch.int64, device=points.device)
     p, labels = to_array(points.contiguous()), to_array(assignment.contiguous())
     coding.cluster_sums(p, labels, to_array(sums), to_array(sizes))
-    means = sums / sizes.clamp(min=1)[..., None]
+    if weights is None:
+        means = sums / sizes.clamp(min=1)[..., None]
+    else:
+        tiny = torch.finfo(torch.float32).tiny
+        means = sums[..., :-1] / sums[..., -1:].clamp(min=tiny)
     return torch.where(sizes[..., None] > 0, means, fallback.float())

@@ -112,8 +112,8 @@ def _columns(m: ModelSize, n: int) -> float:
 
 
 def _weighted_pq(m: ModelSize, n: int) -> float:
-    books = 8 * _PQ_CENTROIDS * 4 * 4 + 2 * min(32, m.head_dim) * m.head_dim * m.ELEMENT
-    return m.kv_heads * (8.0 * n + books)
+    books = 9 * _PQ_CENTROIDS * 4 * m.ELEMENT + 2 * min(32, m.head_dim) * m.head_dim * m.ELEMENT
+    return m.kv_heads * (6.75 * n + books)
 
 
 def _clusters(m: ModelSize, n: int) -> float:
@@ -164,7 +164,7 @@ SYSTEMS = {
         System(
             "best", spills=True, window=None, attends_residents=True, schedule="sfc",
             device_index=_weighted_pq, scanned=_weighted_pq,
-            operations=lambda m, n: 8.0 * m.query_heads * n, apart=0.6,
+            operations=lambda m, n: 9.0 * m.query_heads * n, apart=0.6,
         ),
     )
 }  # fmt: skip

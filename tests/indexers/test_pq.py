@@ -104,6 +104,31 @@ def test_knowing_what_queries_look_at_finds_more() -> None:
     assert found[0] > 0.6 > found[1] + 0.2
 
 
+def test_the_axes_with_the_largest_errors_are_coded_twice() -> None:
+    """Codes are read from the state as its layout says, and everything is done again in float64."""
+    keys, later = randn(1, 1024, DIM, seed=15), randn(1, 64, DIM, seed=16)
+    query = randn(1, 2, DIM, seed=17)
+    index = add_rows(make_index(WeightedPQIndex, dims=16), list(keys))
+    extend(index, slice(0, 1), later)
+    state = {name: array[0] for name, array in index.state().items() if array.ndim > 1}
+    bits = state["codes"][:, :, :, None] >> np.arange(64) & 1  # groups, codes, bits, tokens
+    codes = (bits << np.arange(6)[:, None]).sum(2).transpose(0, 2, 1).reshape(-1, 9)[:1088]
+    words = state["codewords"].astype(np.float64)
+    seen = torch.cat([keys, later], 1)[0].double().numpy() @ state["key_basis"].T - state["centre"]
+    known = np.concatenate([words[part, codes[:, part]] for part in range(8)], 1)
+    before = np.square(seen - known)[:1024].sum(0)
+
+    assert set(state["refined"]) == set(np.argsort(before)[-2:])
+    known[:, state["refined"]] += words[8, codes[:, 8]]
+    after = np.square(seen - known)[:1024].sum(0)
+    assert (after <= before).all()
+    assert (after[state["refined"]] < 0.2 * before[state["refined"]]).all()
+    logits = query[0].double().numpy() @ state["query_basis"].T @ known.T * DIM**-0.5
+    masses = np.exp(logits - log_sum_exp(logits, 1)[:, None]).sum(0).reshape(-1, BLOCK_TOKENS)
+    [(ids, scores)] = select(index, query, [len(masses)])
+    np.testing.assert_allclose(scores, np.log(masses.sum(1))[ids], atol=0.05)
+
+
 def test_a_loud_isolated_token_is_found() -> None:
     """One token that a mean of its neighbours would hide."""
     keys = randn(1, 4096, DIM, seed=9)
@@ -120,9 +145,10 @@ def test_a_loud_isolated_token_is_found() -> None:
 def test_bytes_are_codes_codewords_and_bases(dtype: torch.dtype) -> None:
     index = make_index(WeightedPQIndex, dtype=dtype, dims=16)
     add_rows(index, [randn(4096, DIM, seed=11)])
-    codes, words, bases = 4096 * 6, 64 * 16 * dtype.itemsize, 2 * 16 * DIM * dtype.itemsize
+    codes, words, bases = 4096 * 9 * 6 // 8, 9 * 64 * 2, 2 * 16 * DIM
+    centre, refined, counts = 16 * 4, 2 * 8, 8
 
-    assert index.nbytes == codes + words + bases + 16 * 4 + 8
+    assert index.nbytes == codes + (words + bases) * dtype.itemsize + centre + refined + counts
 
 
 def test_log_sum_exp_of_masses_is_one() -> None:

@@ -185,6 +185,35 @@ def test_segments_are_clustered_each_on_its_own(metric: str) -> None:
         assert torch.equal(means[:, segment * 4 : segment * 4 + 4], own_means)
 
 
+def test_a_point_that_weighs_three_times_is_three_points() -> None:
+    points = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(8))
+    counts = torch.randint(1, 4, (40,), generator=torch.Generator().manual_seed(9))
+    starts = (2 * torch.arange(5) + 1) * 40 // 10
+
+    labels, means = kmeans(points, 5, metric="l2", weights=counts.float().expand(2, -1))
+
+    for row, found, row_labels in zip(points.double(), means, labels, strict=True):
+        repeated = row.repeat_interleave(counts, 0).numpy()
+        centroids = row[starts].numpy()
+        for _ in range(11):
+            nearest = np.square(repeated[:, None] - centroids).sum(2).argmin(1)
+            centroids = np.stack([repeated[nearest == c].mean(0) for c in range(5)])
+        np.testing.assert_array_equal(row_labels.repeat_interleave(counts), nearest)
+        np.testing.assert_allclose(found, centroids, atol=1e-5)
+
+
+def test_weights_are_those_of_the_segments() -> None:
+    points = torch.randn(1, 40, 3, generator=torch.Generator().manual_seed(10))
+    weights = torch.rand(1, 40, generator=torch.Generator().manual_seed(11)) + 0.1
+
+    _, means = kmeans(points, 6, metric="l2", segments=2, weights=weights)
+
+    for half in (0, 1):
+        own = slice(20 * half, 20 * half + 20)
+        _, expected = kmeans(points[:, own], 3, metric="l2", weights=weights[:, own])
+        assert torch.equal(means[:, 3 * half : 3 * half + 3], expected)
+
+
 def test_length_does_not_count_for_the_cosine() -> None:
     points = torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(5))
     lengths = torch.arange(1, 51)[None, :, None]
