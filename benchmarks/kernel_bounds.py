@@ -123,10 +123,9 @@ def comparisons(points: float, dim: int, clusters: int) -> Work:
     """Of so many points with all clusters each."""
     own = np.ones((dim, loops.POINTS), np.float32)
     centroids = np.ones((clusters, dim), np.float32)
-    offsets, out = np.zeros(clusters, np.float32), np.empty(loops.POINTS, np.int32)
-    run = loops.comparisons(dim)
+    offsets, out = np.zeros(clusters, np.float32), np.empty(loops.POINTS, np.int64)
     return Work(
-        "comparisons", lambda: run(own, centroids, offsets, out, 256),
+        "comparisons", lambda: loops.comparisons(own, centroids, offsets, out, 256),
         points / (loops.POINTS * 256),
     )  # fmt: skip
 

@@ -117,20 +117,15 @@ def products(left, right, out, repeat):
     return out[0, 0]
 
 
-@lru_cache(maxsize=8)
-def comparisons(dim):
-    """The nearest centroid of `LANES` points."""
-
-    @njit(cache=True, nogil=True)
-    def loop(points, centroids, offsets, out, repeat):
-        for _ in range(repeat):
-            best_of_centroids(
-                points.ctypes.data, centroids.ctypes.data, offsets.ctypes.data,
-                centroids.shape[0], out.ctypes.data, dim,
-            )  # fmt: skip
-        return out[0]
-
-    return loop
+@njit(cache=True, nogil=True)
+def comparisons(points, centroids, offsets, out, repeat):
+    """The nearest centroid of `LANES` points [d, `LANES`]."""
+    for _ in range(repeat):
+        best_of_centroids(
+            points.ctypes.data, centroids.ctypes.data, offsets.ctypes.data, centroids.shape[0],
+            out.ctypes.data, points.shape[0],
+        )  # fmt: skip
+    return out[0]
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)

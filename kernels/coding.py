@@ -6,26 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.kernels import reference
 from tierstore.kernels.backend import cpu, elsewhere
 from tierstore.kernels.threads import over_rows
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from tierstore.kernels.element import Array
 
 __all__ = ["cluster_sums", "nearest_centroids", "pack_codes", "pq_logits"]
-
-_NARROW = 16
-"""Points of up to so many dimensions are compared by the CPU's kernel: 5 times as fast as a product
-of matrices, whose result is then read again, at 4 (24 x 6144 points, 64 clusters, one core)."""
-
-
-def _for_points(points: Array) -> ModuleType | None:
-    """As `elsewhere`; wide points in host memory are left to products of matrices."""
-    backend = elsewhere(points)
-    return reference if backend is None and points.shape[2] > _NARROW else backend
 
 
 def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Array) -> None:
@@ -37,14 +24,14 @@ def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Arra
     ----------
     points, centroids, offsets: float32 [R, n, d], [R, k, d], [R, k]. out: integers [R, n].
     """
-    if (backend := _for_points(points)) is not None:
+    if (backend := elsewhere(points)) is not None:
         backend.nearest_centroids(points, centroids, offsets, out)
         return
-    kernel = cpu.nearest_kernel(points.shape[2])
+    points = np.ascontiguousarray(points)
     over_rows(
         points.shape[0],
         points.size * centroids.shape[1],
-        lambda first, last: kernel(points, centroids, offsets, first, last, out),
+        lambda first, last: cpu.nearest(points, centroids, offsets, first, last, out),
     )
 
 
@@ -55,10 +42,10 @@ def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> Non
     ----------
     points, labels: float32 [R, n, d]; int64 [R, n]. sums, sizes: float32 [R, k, d]; int64 [R, k].
     """
-    if (backend := _for_points(points)) is not None:
+    if (backend := elsewhere(points)) is not None:
         backend.cluster_sums(points, labels, sums, sizes)
         return
-    kernel = cpu.sums_kernel(points.shape[2])
+    kernel, points = cpu.sums_kernel(points.shape[2]), np.ascontiguousarray(points)
     over_rows(
         points.shape[0],
         points.size,

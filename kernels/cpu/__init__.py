@@ -2,7 +2,7 @@
 
 from tierstore.kernels.cpu.attend import attend_kernel
 from tierstore.kernels.cpu.boxes import box_kernel
-from tierstore.kernels.cpu.clustering import nearest_kernel, sums_kernel
+from tierstore.kernels.cpu.clustering import nearest, sums_kernel
 from tierstore.kernels.cpu.combine import (
     NO_FLAGS,
     NO_SIZES,
@@ -35,7 +35,7 @@ __all__ = [
     "dot_kernel",
     "lookup_kernel",
     "low_rank_kernel",
-    "nearest_kernel",
+    "nearest",
     "pack_kernel",
     "pack_signs",
     "pool",

@@ -1,40 +1,47 @@
-"""Loops of k-means over narrow points: the nearest centroid of each, and sums of clusters."""
+"""Loops of k-means: the nearest centroid of each point, and sums of clusters."""
 
 from functools import lru_cache
 
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.registers import LANES, best_of_centroids
+from tierstore.kernels.cpu.registers import (
+    CENTROIDS,
+    LANES,
+    add_row,
+    best_of_centroids,
+    turn_points,
+)
 
 
-@lru_cache(maxsize=64)
-def nearest_kernel(dim):
+@njit(cache=True, nogil=True)
+def nearest(points, centroids, offsets, first_row, last_row, out):
     """The best centroid of each point; see `tierstore.kernels.nearest_centroids`."""
-
-    @njit(cache=True, nogil=True)
-    def nearest(points, centroids, offsets, first_row, last_row, out):
-        n, clusters = points.shape[1], centroids.shape[1]
-        turned = np.zeros((dim, LANES), np.float32)
-        own = np.empty((clusters, dim), np.float32)
-        plus = np.empty(clusters, np.float32)
-        found = np.empty(LANES, np.int32)
-        for row in range(first_row, last_row):
-            own[:] = centroids[row]
-            plus[:] = offsets[row]
-            for first in range(0, n, LANES):
-                count = min(LANES, n - first)
-                for lane in range(count):
-                    for j in range(dim):
-                        turned[j, lane] = points[row, first + lane, j]
-                best_of_centroids(
-                    turned.ctypes.data, own.ctypes.data, plus.ctypes.data, clusters,
-                    found.ctypes.data, dim,
-                )  # fmt: skip
-                for lane in range(count):
-                    out[row, first + lane] = found[lane]
-
-    return nearest
+    n, dim = points.shape[1:]
+    clusters = centroids.shape[1]
+    padded = -(-clusters // CENTROIDS) * CENTROIDS
+    length = -(-dim // 4) * 4
+    last = np.zeros((LANES, length), np.float32)
+    turned = np.empty((length, LANES), np.float32)
+    own = np.zeros((padded, length), np.float32)
+    # What is not there fits nothing.
+    plus = np.full(padded, -np.inf, np.float32)
+    found = np.empty(LANES, np.int64)
+    for row in range(first_row, last_row):
+        own[:clusters, :dim] = centroids[row]
+        plus[:clusters] = offsets[row]
+        for first in range(0, n, LANES):
+            count = min(LANES, n - first)
+            start = points[row, first:].ctypes.data
+            if count < LANES or length > dim:
+                last[:count, :dim] = points[row, first : first + count]
+                start = last.ctypes.data
+            turn_points(start, turned.ctypes.data, length)
+            best_of_centroids(
+                turned.ctypes.data, own.ctypes.data, plus.ctypes.data, padded, found.ctypes.data,
+                length,
+            )  # fmt: skip
+            out[row, first : first + count] = found[:count]
 
 
 @lru_cache(maxsize=64)
@@ -43,14 +50,16 @@ def sums_kernel(dim):
 
     @njit(cache=True, nogil=True)
     def add_up(points, labels, first_row, last_row, sums, sizes):
+        total = np.empty((sums.shape[1], dim), np.float32)
         for row in range(first_row, last_row):
-            sums[row] = 0
+            total[:] = 0
             sizes[row] = 0
+            point, into = points[row].ctypes.data, total.ctypes.data
             for i in range(points.shape[1]):
                 # Unsigned: else each access tests for a negative index first.
                 c = np.uint64(labels[row, i])
                 sizes[row, c] += 1
-                for j in range(dim):
-                    sums[row, c, j] += points[row, i, j]
+                add_row(point + i * dim * 4, into + np.int64(c) * dim * 4, dim)
+            sums[row] = total
 
     return add_up

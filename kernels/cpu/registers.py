@@ -6,7 +6,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 64
-"""Points that are compared with a centroid at once."""
+"""Points that are compared with centroids at once."""
+
+CENTROIDS = 4
+"""Centroids that they are compared with at once."""
 
 CHANNELS = 32
 """Columns of a product that are summed up at once."""
@@ -51,40 +54,83 @@ def _offset(builder, address, index, nbytes):
     return builder.add(address, builder.mul(index, ir.Constant(_I64, nbytes)))
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
+def turn_points(typingctx, points, out, dim):
+    """`LANES` points of `dim` float32 each, a multiple of 4, as [dim, LANES]. Addresses (intp)."""
+    some = ir.VectorType(_F32, 4)
+
+    def codegen(context, builder, signature, args):
+        point = builder.mul(args[2], ir.Constant(_I64, _SINGLE))
+        with cgutils.for_range(builder, builder.udiv(args[2], ir.Constant(_I64, 4))) as loop:
+            source = _offset(builder, args[0], loop.index, 4 * _SINGLE)
+            target = _offset(builder, args[1], loop.index, 4 * _SINGLE * LANES)
+            for first in range(0, LANES, WIDTH):
+                places = [ir.Constant(_I64, first + lane) for lane in range(WIDTH)]
+                places = [builder.add(source, builder.mul(point, place)) for place in places]
+                own = _joined(builder, [_load(builder, place, some) for place in places])
+                for j in range(4):
+                    channel = builder.shuffle_vector(own, own, _lanes(range(j, 4 * WIDTH, 4)))
+                    place = ir.Constant(_I64, (j * LANES + first) * _SINGLE)
+                    _store(builder, channel, builder.add(target, place))
+        return context.get_dummy_value()
+
+    return types.none(points, out, dim), codegen
+
+
+@intrinsic
 def best_of_centroids(typingctx, points, centroids, offsets, clusters, out, dim):
     """For `LANES` points, the centroid with the largest ``point . centroid + offset``, the first.
 
     Addresses (intp): points float32 [dim, LANES]; centroids float32 [clusters, dim]; offsets
-    float32 [clusters]; out int32 [LANES], 0 for a point that fits nothing. dim is a constant.
+    float32 [clusters]; out int64 [LANES], 0 for a point that fits nothing. clusters is a multiple
+    of `CENTROIDS`.
     """
-    dims = dim.literal_value
     fits, places = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
     def codegen(context, builder, signature, args):
-        own = [
-            _load(builder, builder.add(args[0], ir.Constant(_I64, j * LANES * _SINGLE)), fits)
-            for j in range(dims)
-        ]
-        least = ir.Constant(fits, [float("-inf")] * LANES)
-        best = cgutils.alloca_once_value(builder, least)
+        best = cgutils.alloca_once_value(builder, ir.Constant(fits, [float("-inf")] * LANES))
         at = cgutils.alloca_once_value(builder, ir.Constant(places, [0] * LANES))
-        with cgutils.for_range(builder, args[3]) as loop:
-            first = _offset(builder, args[1], loop.index, dims * _SINGLE)
-            offset = _load(builder, _offset(builder, args[2], loop.index, _SINGLE), _F32)
-            fit = _splat(builder, offset, LANES)
-            for j in range(dims):
-                x = _load(builder, builder.add(first, ir.Constant(_I64, j * _SINGLE)), _F32)
-                fit = _multiply_add(builder, own[j], _splat(builder, x, LANES), fit)
-            known = builder.load(best)
-            is_better = builder.fcmp_ordered(">", fit, known)
-            place = _splat(builder, builder.trunc(loop.index, _I32), LANES)
-            builder.store(builder.select(is_better, fit, known), best)
-            builder.store(builder.select(is_better, place, builder.load(at)), at)
-        _store(builder, builder.load(at), args[4])
+        sums = [cgutils.alloca_once(builder, fits) for _ in range(CENTROIDS)]
+        row = builder.mul(args[5], ir.Constant(_I64, _SINGLE))
+        turns = builder.udiv(args[3], ir.Constant(_I64, CENTROIDS))
+        with cgutils.for_range(builder, turns) as loop:
+            first = builder.mul(loop.index, ir.Constant(_I64, CENTROIDS))
+            for number, total in enumerate(sums):
+                place = builder.add(first, ir.Constant(_I64, number))
+                offset = _load(builder, _offset(builder, args[2], place, _SINGLE), _F32)
+                builder.store(_splat(builder, offset, LANES), total)
+            start = builder.add(args[1], builder.mul(first, row))
+            with cgutils.for_range(builder, args[5]) as inner:
+                own = _load(builder, _offset(builder, args[0], inner.index, LANES * _SINGLE), fits)
+                column = _offset(builder, start, inner.index, _SINGLE)
+                for number, total in enumerate(sums):
+                    place = builder.add(column, builder.mul(row, ir.Constant(_I64, number)))
+                    x = _splat(builder, _load(builder, place, _F32), LANES)
+                    builder.store(_multiply_add(builder, own, x, builder.load(total)), total)
+            for number, total in enumerate(sums):
+                fit, known = builder.load(total), builder.load(best)
+                is_better = builder.fcmp_ordered(">", fit, known)
+                place = builder.trunc(builder.add(first, ir.Constant(_I64, number)), _I32)
+                place = _splat(builder, place, LANES)
+                builder.store(builder.select(is_better, fit, known), best)
+                builder.store(builder.select(is_better, place, builder.load(at)), at)
+        _store(builder, builder.sext(builder.load(at), ir.VectorType(_I64, LANES)), args[4])
         return context.get_dummy_value()
 
     return types.none(points, centroids, offsets, clusters, out, dim), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_row(typingctx, points, sums, dim):
+    """``sums += points`` for so many float32 numbers. Addresses (intp); dim is a constant."""
+    kind = ir.VectorType(_F32, dim.literal_value)
+
+    def codegen(context, builder, signature, args):
+        total = builder.fadd(_load(builder, args[1], kind), _load(builder, args[0], kind))
+        _store(builder, total, args[1])
+        return context.get_dummy_value()
+
+    return types.none(points, sums, dim), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -228,7 +274,16 @@ class _Elements:
 
 
 def _lanes(numbers):
-    return ir.Constant(ir.VectorType(_I32, len(numbers)), numbers)
+    return ir.Constant(ir.VectorType(_I32, len(numbers)), [*numbers])
+
+
+def _joined(builder, vectors):
+    """One vector of all lanes of a power of two of them."""
+    while len(vectors) > 1:
+        both = _lanes(range(2 * vectors[0].type.count))
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.shuffle_vector(a, b, both) for a, b in pairs]
+    return vectors[0]
 
 
 def _added_up(builder, vectors):

@@ -161,7 +161,6 @@ def lloyd(points: Doubles, clusters: int, iterations: int) -> tuple[Labels, floa
 def test_the_nearest_centroid_is_that_of_lloyd(
     dim: int, n: int, data: st.DataObject, seed: int
 ) -> None:
-    """Four dimensions are compared by the kernel, twenty by torch."""
     clusters = data.draw(st.integers(1, n))
     points = torch.randn(2, n, dim, generator=torch.Generator().manual_seed(seed))
 

@@ -53,12 +53,15 @@ def test_codes_are_packed_wherever_they_begin(
 
 
 @pytest.mark.parametrize("backend", [kernels.nearest_centroids, reference.nearest_centroids])
-@given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 2**32 - 1))
-def test_the_best_centroid_is_found(backend: object, n: int, clusters: int, seed: int) -> None:
+@pytest.mark.parametrize("dim", [3, 4, 20])
+@given(st.integers(1, 150), st.integers(1, 70), st.integers(0, 2**32 - 1))
+def test_the_best_centroid_is_found(
+    backend: object, dim: int, n: int, clusters: int, seed: int
+) -> None:
     generator = np.random.default_rng(seed)
     points, centroids, offsets = (
         generator.normal(size=shape).astype(np.float32)
-        for shape in ((2, n, 4), (2, clusters, 4), (2, clusters))
+        for shape in ((2, n, dim), (2, clusters, dim), (2, clusters))
     )
     found = np.empty((2, n), np.int64)
 
@@ -71,12 +74,15 @@ def test_the_best_centroid_is_found(backend: object, n: int, clusters: int, seed
 
 
 @pytest.mark.parametrize("backend", [kernels.cluster_sums, reference.cluster_sums])
+@pytest.mark.parametrize("dim", [3, 20])
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_points_are_summed_up_by_cluster(backend: object, n: int, clusters: int, seed: int) -> None:
+def test_points_are_summed_up_by_cluster(
+    backend: object, dim: int, n: int, clusters: int, seed: int
+) -> None:
     generator = np.random.default_rng(seed)
-    points = generator.normal(size=(2, n, 3)).astype(np.float32)
+    points = generator.normal(size=(2, n, dim)).astype(np.float32)
     labels = generator.integers(0, clusters, (2, n))
-    sums, sizes = np.full((2, clusters, 3), np.nan, np.float32), np.full((2, clusters), -1)
+    sums, sizes = np.full((2, clusters, dim), np.nan, np.float32), np.full((2, clusters), -1)
 
     backend(points, labels, sums, sizes)  # type: ignore[operator]
 
@@ -98,6 +104,22 @@ def test_a_point_that_fits_nothing_has_a_centroid_all_the_same(
     found = np.full((1, 4), -1, np.int64)
     backend(points, centroids, np.zeros((1, 3), np.float32), found)  # type: ignore[operator]
     assert ((found >= 0) & (found < 3)).all()
+
+
+def test_points_may_be_a_part_of_an_array() -> None:
+    wide = np.random.default_rng(0).normal(size=(2, 70, 8)).astype(np.float32)
+    points, labels = wide[:, ::2, 1:8:2], np.zeros((2, 35), np.int64)
+    found, expected = np.empty((2, 2, 35), np.int64)
+    sums, sizes = np.empty((2, 1, 4), np.float32), np.empty((2, 1), np.int64)
+
+    kernels.nearest_centroids(points, points[:, :9], points[:, :9, 0], found)
+    reference.nearest_centroids(
+        points.copy(), points[:, :9].copy(), points[:, :9, 0].copy(), expected
+    )
+    kernels.cluster_sums(points, labels, sums, sizes)
+
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(sums[:, 0], points.sum(1), rtol=1e-4)
 
 
 def test_of_equal_centroids_the_first_is_taken() -> None:
