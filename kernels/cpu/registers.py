@@ -172,36 +172,67 @@ def tokens_at_once(group, dim, tokens):
 def dot_tile(typingctx, keys, first, query, out, at, dim, tokens, group):
     """``out[g, at + t] = query[g] . keys[first + t * dim :][:dim]``, sums of single precision.
 
-    keys: stored elements, flat; or [n, dim], of which `first` is a row then. query: float32
-    [group, dim]. out: float32. dim, tokens and group are constants that `tokens_at_once` allows.
+    keys: stored elements, flat; or [n, dim], of which `first` is a row then, or a tuple of `tokens`
+    rows anywhere. query: float32 [group, dim]. out: float32. dim, tokens and group are constants
+    that `tokens_at_once` allows.
     """
     size, count, heads = dim.literal_value, tokens.literal_value, group.literal_value
 
     def codegen(context, builder, signature, args):
         key, q, target = (_Elements(context, builder, signature, args, n) for n in (0, 2, 3))
-        sums = [ir.Constant(_SINGLES, [0.0] * WIDTH)] * (heads * count)
-        for j in range(0, size, WIDTH):
-            own = [key.load(key.vector(args[1], t, size, j)) for t in range(count)]
+        _store_dots(builder, [(key, q)], args[1], target, args[4], size, count, heads)
+        return context.get_dummy_value()
+
+    return types.none(keys, _place(first), query, out, types.intp, dim, tokens, group), codegen
+
+
+@intrinsic(prefer_literal=True)
+def box_tile(typingctx, high, low, first, above, below, out, at, dim, tokens, group):
+    """``out[g, at + t] = above[g] . high[first + t] + below[g] . low[first + t]``.
+
+    high, low: stored elements [n, dim]. The rest is as for `dot_tile`.
+    """
+    size, count, heads = dim.literal_value, tokens.literal_value, group.literal_value
+
+    def codegen(context, builder, signature, args):
+        hi, lo, up, down, target = (
+            _Elements(context, builder, signature, args, n) for n in (0, 1, 3, 4, 5)
+        )
+        _store_dots(builder, [(hi, up), (lo, down)], args[2], target, args[6], size, count, heads)
+        return context.get_dummy_value()
+
+    kinds = high, low, types.intp, above, below, out, types.intp, dim, tokens, group
+    return types.none(*kinds), codegen
+
+
+def _store_dots(builder, factors, first, target, at, size, count, heads):
+    """For `count` vectors and all heads the sum of their products with queries, pair by pair."""
+    sums = [ir.Constant(_SINGLES, [0.0] * WIDTH)] * (heads * count)
+    for j in range(0, size, WIDTH):
+        for key, q in factors:
+            own = [key.load(key.vector(first, t, size, j)) for t in range(count)]
             for g in range(heads):
                 x = q.load(q.place(g, j))
                 for t in range(count):
                     sums[g * count + t] = _multiply_add(builder, own[t], x, sums[g * count + t])
-        totals = _added_up(builder, sums)
-        for g in range(heads):
-            for t in range(count):
-                total = builder.extract_element(totals, ir.Constant(_I32, g * count + t))
-                builder.store(total, target.address(target.place(g, t, args[4])))
-        return context.get_dummy_value()
+    totals = _added_up(builder, sums)
+    for g in range(heads):
+        for t in range(count):
+            total = builder.extract_element(totals, ir.Constant(_I32, g * count + t))
+            builder.store(total, target.address(target.place(g, t, at)))
 
-    return types.none(keys, types.intp, query, out, types.intp, dim, tokens, group), codegen
+
+def _place(first):
+    """The type of where vectors begin: of one number, or of one for each of them."""
+    return first if isinstance(first, types.UniTuple) else types.intp
 
 
 @intrinsic(prefer_literal=True)
 def add_tile(typingctx, values, first, weights, at, out, dim, tokens, group):
     """``out[g] += weights[g, at + t] * values[first + t * dim :][:dim]`` for all t.
 
-    values: stored elements, flat. weights, and out [group, dim]: float32. dim, tokens and group
-    are constants that `tokens_at_once` allows.
+    values, first: as keys for `dot_tile`. weights, and out [group, dim]: float32. dim, tokens and
+    group are constants that `tokens_at_once` allows.
     """
     size, count, heads = dim.literal_value, tokens.literal_value, group.literal_value
 
@@ -222,7 +253,8 @@ def add_tile(typingctx, values, first, weights, at, out, dim, tokens, group):
                 builder.store(x, builder.bitcast(place, _SINGLES.as_pointer()), align=_SINGLE)
         return context.get_dummy_value()
 
-    return types.none(values, types.intp, weights, types.intp, out, dim, tokens, group), codegen
+    kinds = values, _place(first), weights, types.intp, out, dim, tokens, group
+    return types.none(*kinds), codegen
 
 
 class _Elements:
@@ -240,6 +272,8 @@ class _Elements:
 
     def vector(self, first, number, size, column):
         """Indices of a column of the `number`-th of some vectors of that size."""
+        if isinstance(first.type, ir.ArrayType):
+            return self._builder.extract_value(first, number), ir.Constant(_I64, column)
         if self._kind.ndim == 1:
             return (self._builder.add(first, ir.Constant(_I64, number * size + column)),)
         return self._builder.add(first, ir.Constant(_I64, number)), ir.Constant(_I64, column)
