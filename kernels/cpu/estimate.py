@@ -7,6 +7,7 @@ import numpy as np
 from numba import njit
 
 from tierstore.kernels.cpu.attend import AHEAD
+from tierstore.kernels.cpu.flags import NUMBERS, flags_above
 from tierstore.kernels.cpu.parts import part
 from tierstore.kernels.cpu.scalar import (
     FAST,
@@ -250,14 +251,30 @@ def sampled_kernel(group, tokens, dim, value_dim, value_offset):
 @njit(cache=True, nogil=True)
 def pack_signs(projections, first_row, last_row, bits, out):
     """Fill `out` with codes; see `tierstore.kernels.pack_signs`."""
+    columns = projections.shape[2]
+    whole = columns - columns % NUMBERS
+    rest = np.zeros(NUMBERS, np.float32)
+    # Behind the last word one more, which the last code may look into.
+    words = np.zeros(whole // NUMBERS + 2, np.uint64)
+    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
+    zero, one = np.float32(0.0), np.uint64(1)
     for row in range(first_row, last_row):
         for i in range(out.shape[1]):
+            own = projections[row, i]
+            for first in range(0, whole, NUMBERS):
+                words[first // NUMBERS] = flags_above(own.ctypes.data + first * 4, zero)
+            rest[: columns - whole] = own[whole:]
+            words[whole // NUMBERS] = flags_above(rest.ctypes.data, zero)
+            start = np.uint64(0)
             for table in range(out.shape[2]):
-                code = 0
-                for bit in range(bits):
-                    if projections[row, i, table * bits + bit] > 0:
-                        code |= 1 << bit
-                out[row, i, table] = code
+                # Meanwhile the next row's numbers come near.
+                prefetch(projections[row], min(i + 1, out.shape[1] - 1), start)
+                # Unsigned: else each access tests for a negative index first.
+                word, shift = start >> np.uint64(6), start & np.uint64(63)
+                # In two shifts: one by all 64 bits has no result.
+                above = words[word + one] << one << (np.uint64(63) - shift)
+                out[row, i, table] = (words[word] >> shift | above) & mask
+                start += np.uint64(bits)
 
 
 @lru_cache(maxsize=64)

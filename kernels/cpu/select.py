@@ -3,6 +3,9 @@
 import numpy as np
 from numba import njit
 
+from tierstore.kernels.cpu.flags import NUMBERS, flags_not_below, lowest_flag
+from tierstore.kernels.cpu.scalar import from_ordered, ordered
+
 _SAMPLE = 64
 """Of so many units one tells where the cut may be."""
 
@@ -11,45 +14,31 @@ _MANY = 32 * _SAMPLE
 
 
 @njit(cache=True, nogil=True)
-def _threshold(scores, costs, order, n, budget):
+def _threshold(scores, costs, order, n, budget, keys, weights):
     """The largest v such that the `n` units of `order` scoring >= v cost at least `budget`.
 
-    Quickselect; the lowest score where all cost less.
+    The lowest score where all cost less. Halves the range of integers that are ordered as scores
+    are: a sum for each of their bits takes a 20th of the time of a quickselect, whose branches
+    nothing predicts. What is no number counts as infinite. keys, weights: int32 [n] work space.
     """
-    low = 0
-    high = n
-    while high - low > 1:
-        pivot = scores[order[(low + high) // 2]]
-        i = low
-        above = low
-        below = high
-        above_cost = 0
-        while i < below:
-            unit = order[i]
-            if scores[unit] > pivot:
-                order[i] = order[above]
-                order[above] = unit
-                above += 1
-                i += 1
-                above_cost += costs[unit]
-            elif scores[unit] < pivot:
-                below -= 1
-                order[i] = order[below]
-                order[below] = unit
-            else:
-                i += 1
-        if above_cost >= budget:
-            high = above
-            continue
-        budget -= above_cost
-        equal_cost = 0
-        for j in range(above, below):
-            equal_cost += costs[order[j]]
-        if equal_cost >= budget or below == high:
-            return pivot
-        budget -= equal_cost
-        low = below
-    return scores[order[low]]
+    infinite = np.float32(np.inf)
+    low = high = ordered(infinite)
+    for i in range(n):
+        score = scores[order[i]]
+        keys[i] = ordered(score if score == score else infinite)
+        weights[i] = costs[order[i]]
+        low = min(low, keys[i])
+    least, beyond = np.int64(low), np.int64(high) + 1
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        cost = np.int32(0)
+        for i in range(n):
+            cost = np.int32(cost + (weights[i] if keys[i] >= np.int32(middle) else np.int32(0)))
+        if cost >= budget:
+            least = middle
+        else:
+            beyond = middle
+    return from_ordered(np.int32(least))
 
 
 @njit(cache=True, nogil=True)
@@ -58,23 +47,29 @@ def _reaching(scores, costs, floor, order):
 
     Scores that are no numbers count: their logits were beyond float32.
     """
-    # Unsigned: else each access tests for a negative index first.
-    count = np.uint32(0)
-    for unit in range(scores.shape[0]):
-        # Always written, so that there is no branch to mispredict.
-        order[count] = unit
-        count += np.uint32(not scores[unit] < floor)
+    count = 0
+    whole = scores.shape[0] - scores.shape[0] % NUMBERS
+    for first in range(0, whole, NUMBERS):
+        flags = flags_not_below(scores.ctypes.data + first * 4, floor)
+        while flags != 0:
+            order[count] = first + lowest_flag(flags)
+            count += 1
+            flags &= flags - 1
+    for unit in range(whole, scores.shape[0]):
+        if not scores[unit] < floor:
+            order[count] = unit
+            count += 1
     cost = 0
-    for i in range(np.int64(count)):
+    for i in range(count):
         cost += costs[order[i]]
-    return np.int64(count), cost
+    return count, cost
 
 
 @njit(cache=True, nogil=True)
-def _cut(scores, costs, order, budget):
+def _cut(scores, costs, order, budget, keys, weights):
     """The largest v such that units scoring >= v cost at least `budget`.
 
-    Where there are many units, a sample tells of a score that few reach; the rest is not sorted.
+    Where there are many units, a sample tells of a score that few reach; the rest is not searched.
     """
     n = scores.shape[0]
     if n >= _MANY:
@@ -83,18 +78,20 @@ def _cut(scores, costs, order, budget):
             order[i] = i * _SAMPLE
         share = budget / _SAMPLE
         # Three standard deviations more than the sample should have.
-        floor = _threshold(scores, costs, order, sampled, int(share + 3.0 * np.sqrt(share) + 3.0))
+        wanted = int(share + 3.0 * np.sqrt(share) + 3.0)
+        floor = _threshold(scores, costs, order, sampled, wanted, keys, weights)
         count, cost = _reaching(scores, costs, floor, order)
         if cost >= budget:
-            return _threshold(scores, costs, order, count, budget)
+            return _threshold(scores, costs, order, count, budget, keys, weights)
     for i in range(n):
         order[i] = i
-    return _threshold(scores, costs, order, n, budget)
+    return _threshold(scores, costs, order, n, budget, keys, weights)
 
 
 @njit(cache=True, nogil=True)
 def select(scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores):
     """Fill `ids` with the blocks of the best units of each row; see `kernels.select_blocks`."""
+    keys, weights = np.empty(order.shape[0], np.int32), np.empty(order.shape[0], np.int32)
     row_ptr[0] = 0
     at = 0
     for row in range(counts.shape[0]):
@@ -104,7 +101,7 @@ def select(scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr
         table = min(row, costs.shape[0] - 1)
         if budget > 0 and n > 0:
             own, cost, start = scores[row, :n], costs[table], unit_ptr[table]
-            cut = _cut(own, cost, order, budget)
+            cut = _cut(own, cost, order, budget, keys, weights)
             count, _ = _reaching(own, cost, cut, order)
             for ties in range(2):
                 for i in range(count):

@@ -159,12 +159,12 @@ def codes_of(vectors: Floats, planes: Floats, bits: int) -> npt.NDArray[np.int16
 @pytest.mark.parametrize("bits", [1, 10, 15])
 def test_codes_are_the_signs_and_collisions_their_equality(backend: str, bits: int) -> None:
     random = np.random.default_rng(bits)
-    planes = random.standard_normal((8, 6 * bits))
+    planes = random.standard_normal((8, 20 * bits))
     keys, asked = random.standard_normal((2, 30, 8)), random.standard_normal((2, 3, 8))
     operations = estimate_reference if backend == "torch" else kernels
     packed = []
     for vectors in (keys, asked):
-        out = np.zeros((*vectors.shape[:2], 6), np.int16)
+        out = np.zeros((*vectors.shape[:2], 20), np.int16)
         operations.pack_signs((vectors @ planes).astype(np.float32), bits, out)
         np.testing.assert_array_equal(out, codes_of(vectors, planes, bits))
         packed.append(out)

@@ -168,6 +168,15 @@ def test_budget_of_nothing_and_rows_of_nothing_select_nothing(backend: str) -> N
     assert tables.select(backend, [0, 3, 1])[0] == [[], [], [5]]
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(1, [1]), (2, [1, 3]), (4, [1, 2, 3, 0])])
+def test_what_is_no_number_comes_first(budget: int, expected: list[int]) -> None:
+    """Its logit was beyond float32."""
+    scores = np.array([-1.0, np.nan, np.inf, -np.nan, -2.0], np.float32)
+    tables = Tables.of([scores.tolist()], [[[block] for block in range(5)]])
+
+    assert tables.select("numba", [budget])[0] == [expected]
+
+
 @pytest.mark.parametrize(
     "arrangement", ["random", "ascending", "descending", "all equal", "two values"]
 )
