@@ -46,21 +46,30 @@ def _logits_of_keys(group, dim, tokens):
 
 
 @lru_cache(maxsize=64)
-def _logits_of_blocks(group, tokens, key_dim, elements):
+def _ask_for(first, last):
+    """Ask for the elements from `first` to `last` of some of a row's blocks."""
+
+    @part
+    def ask_for(pool, slots, start, stop):
+        for i in range(start, stop):
+            for j in range(first, last, 64 // pool.itemsize):
+                prefetch(pool, slots[i], j)
+
+    return ask_for
+
+
+@lru_cache(maxsize=64)
+def _logits_of_blocks(group, tokens, key_dim):
     """Logits of the keys in a row's blocks, -inf for what does not count; returns their number."""
     logits_of_keys = _logits_of_keys(group, key_dim, tokens)
+    ask_for = _ask_for(0, tokens * key_dim)
 
     @part
     def logits_of_blocks(pool, slots, valid, start, stop, q, s):
-        line = 64 // pool.itemsize
-        for i in range(start, min(start + AHEAD, stop)):
-            for j in range(0, elements, line):
-                prefetch(pool, slots[i], j)
+        ask_for(pool, slots, start, min(start + AHEAD, stop))
         n = 0
         for i in range(start, stop):
-            if i + AHEAD < stop:
-                for j in range(0, elements, line):
-                    prefetch(pool, slots[i + AHEAD], j)
+            ask_for(pool, slots, i + AHEAD, min(i + AHEAD + 1, stop))
             logits_of_keys(pool[slots[i]], 0, q, s, n)
             for t in range(valid[i], tokens):
                 for g in range(group):
@@ -130,11 +139,14 @@ def _add_values(group, tokens, value_dim, value_offset):
     """Add the values of a row's blocks, then of its strip, each times its weight, to `acc`."""
     weighed_sums = _weighed_sums_of(group, value_dim, tokens)
     weighed_sum = _weighed_sums_of(group, value_dim, 1)
+    ask_for = _ask_for(value_offset, value_offset + tokens * value_dim)
 
     @part
     def add_values(pool, slots, start, stop, strip, length, s, acc):
+        ask_for(pool, slots, start, min(start + AHEAD, stop))
         at = 0
         for i in range(start, stop):
+            ask_for(pool, slots, i + AHEAD, min(i + AHEAD + 1, stop))
             weighed_sums(pool[slots[i]], value_offset, s, at, acc)
             at += tokens
         for t in range(length):
@@ -172,7 +184,7 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
         values.
     """
     logits_of_key = _logits_of_keys(group, key_dim, 1)
-    logits_of_blocks = _logits_of_blocks(group, tokens, key_dim, value_offset + tokens * value_dim)
+    logits_of_blocks = _logits_of_blocks(group, tokens, key_dim)
     attend_values = attend_values_of(group, tokens, value_dim, value_offset)
 
     @njit(cache=True, nogil=True, fastmath=FAST)

@@ -9,10 +9,12 @@ from numba import njit
 from tierstore.kernels.cpu.attend import AHEAD
 from tierstore.kernels.cpu.flags import NUMBERS, flags_above
 from tierstore.kernels.cpu.parts import part
+from tierstore.kernels.cpu.registers import add_tile, dot_tile, tokens_at_once
 from tierstore.kernels.cpu.scalar import (
     FAST,
     exp_nonpositive,
     from_ordered,
+    log_positive,
     ordered,
     prefetch,
     widen,
@@ -61,9 +63,6 @@ def _finish(peak, total, sums, value_dim, merge, out, lse, row, g):
 _TILE = 64
 """Clusters whose weights are computed together."""
 
-_STEP = 4
-"""Clusters whose values are added together; a divisor of `_TILE`."""
-
 
 @part
 def _weigh(s, n, peak, total, sums):
@@ -89,70 +88,82 @@ def _weigh(s, n, peak, total, sums):
     return top, total
 
 
+@part
+def _ask_for(vectors, rows, first, last):
+    """Rows are scattered: their cache lines are asked for before they are used."""
+    for i in range(first, last):
+        for j in range(0, vectors.shape[1], 64 // vectors.itemsize):
+            prefetch(vectors, rows[i], j)
+
+
+@part
+def _count_tokens(s, sizes, rows, n, often):
+    """From the logits of clusters to those of their tokens together."""
+    for i in range(n):
+        size = sizes[rows[i]]
+        often[i] = log_positive(size) if size > 0 else _MINUS_INFINITY
+    for g in range(s.shape[0]):
+        for i in range(n):
+            s[g, i] += often[i]
+
+
 @lru_cache(maxsize=64)
-def _cluster_logits(group, dim):
-    """Logits of a tile of clusters, each counted as often as it has tokens."""
+def _logits_of_rows(group, dim):
+    """Logits of the first `n` of some rows of `keys`."""
+    each = tokens_at_once(group, dim, _TILE)
 
     @part
-    def cluster_logits(q, centroids, values, sizes, units, first, last, key, s):
-        line = 64 // centroids.itemsize
-        for i in range(last - first):
-            unit = units[first + i]
-            # Clusters are scattered: their cache lines are asked for before they are used.
-            for j in range(0, values.shape[1], line):
-                prefetch(values, unit, j)
-            ahead = units[min(first + i + AHEAD, units.shape[0] - 1)]
-            for j in range(0, dim, line):
-                prefetch(centroids, ahead, j)
-            for j in range(dim):
-                key[j] = widen(centroids[unit, j])
-            size = sizes[unit]
-            often = np.log(size) if size > 0 else _MINUS_INFINITY
+    def logits_by_tiles(keys, rows, n, q, s):
+        for i in range(0, n, each):
+            _ask_for(keys, rows, i + AHEAD, i + AHEAD + each)
+            dot_tile(keys, rows[i : i + each], q, s, i, dim, each, group)
+
+    @part
+    def logits_one_by_one(keys, rows, n, q, s):
+        for i in range(n):
             for g in range(group):
                 logit = np.float32(0.0)
                 for j in range(dim):
-                    logit += key[j] * q[g, j]
-                s[g, i] = logit + often
+                    logit += widen(keys[rows[i], j]) * q[g, j]
+                s[g, i] = logit
 
-    return cluster_logits
+    return logits_by_tiles if each else logits_one_by_one
 
 
 @lru_cache(maxsize=64)
-def _cluster_values(group, value_dim):
-    """Add the values of a tile of clusters, each times its weight."""
+def _values_of_rows(group, value_dim):
+    """Add the first `n` of some rows of `values`, each times its weight."""
+    each = tokens_at_once(group, value_dim, _TILE)
 
     @part
-    def cluster_values(values, units, s, value, sums):
-        n = units.shape[0]
-        for first in range(0, n, _STEP):
-            for t in range(_STEP):
-                # Behind the last one: that one once more, with a weight of 0.
-                unit = units[min(first + t, n - 1)]
-                for j in range(value_dim):
-                    value[t, j] = widen(values[unit, j])
+    def values_by_tiles(values, rows, n, s, sums):
+        for i in range(0, n, each):
+            _ask_for(values, rows, i + AHEAD, i + AHEAD + each)
+            add_tile(values, rows[i : i + each], s, i, sums, value_dim, each, group)
+
+    @part
+    def values_one_by_one(values, rows, n, s, sums):
+        for i in range(n):
             for g in range(group):
                 for j in range(value_dim):
-                    a = sums[g, j]
-                    for t in range(_STEP):
-                        a += s[g, first + t] * value[t, j]
-                    sums[g, j] = a
+                    sums[g, j] += s[g, i] * widen(values[rows[i], j])
 
-    return cluster_values
+    return values_by_tiles if each else values_one_by_one
 
 
 @lru_cache(maxsize=64)
 def cluster_kernel(group, dim, value_dim):
     """Attention over clusters for one shape; see `attend_clusters` for the contract."""
-    cluster_logits = _cluster_logits(group, dim)
-    cluster_values = _cluster_values(group, value_dim)
+    logits_of_rows = _logits_of_rows(group, dim)
+    values_of_rows = _values_of_rows(group, value_dim)
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def attend(
         query, centroids, values, sizes, first_row, last_row, row_ptr, units, scale, merge, out, lse
     ):
         q = np.empty((group, dim), np.float32)
-        key = np.empty(dim, np.float32)
-        value = np.empty((_STEP, value_dim), np.float32)
+        rows = np.empty(_TILE + AHEAD, np.int64)
+        often = np.empty(_TILE, np.float32)
         s = np.empty((group, _TILE), np.float32)
         sums = np.empty((group, value_dim), np.float32)
         peak = np.empty(group, np.float32)
@@ -164,14 +175,17 @@ def cluster_kernel(group, dim, value_dim):
             sums[:] = 0
             total[:] = 0
             peak[:] = _MINUS_INFINITY
-            for first in range(row_ptr[row], row_ptr[row + 1], _TILE):
-                last = min(first + _TILE, row_ptr[row + 1])
-                cluster_logits(
-                    q, centroids[row], values[row], sizes[row], units, first, last, key, s
-                )
+            stop = row_ptr[row + 1]
+            for first in range(row_ptr[row], stop, _TILE):
+                n = min(_TILE, stop - first)
+                # Behind the last one: that one once more, with a weight of 0.
+                for i in range(rows.shape[0]):
+                    rows[i] = units[min(first + i, stop - 1)]
+                logits_of_rows(centroids[row], rows, n, q, s)
+                _count_tokens(s, sizes[row], rows, n, often)
                 for g in range(group):
-                    peak[g], total[g] = _weigh(s[g], last - first, peak[g], total[g], sums[g])
-                cluster_values(values[row], units[first:last], s, value, sums)
+                    peak[g], total[g] = _weigh(s[g], n, peak[g], total[g], sums[g])
+                values_of_rows(values[row], rows, n, s, sums)
             for g in range(group):
                 _finish(peak[g], total[g], sums[g], value_dim, merge, out, lse, row, g)
 

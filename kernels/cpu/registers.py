@@ -172,18 +172,19 @@ def tokens_at_once(group, dim, tokens):
 def dot_tile(typingctx, keys, first, query, out, at, dim, tokens, group):
     """``out[g, at + t] = query[g] . keys[first + t * dim :][:dim]``, sums of single precision.
 
-    keys: stored elements, flat; or [n, dim], of which `first` is a row then, or a tuple of `tokens`
-    rows anywhere. query: float32 [group, dim]. out: float32. dim, tokens and group are constants
-    that `tokens_at_once` allows.
+    keys: stored elements, flat; or [n, dim], of which `first` is a row then, or an array of
+    `tokens` rows anywhere, as int64. query: float32 [group, dim]. out: float32. dim, tokens and
+    group are constants that `tokens_at_once` allows.
     """
     size, count, heads = dim.literal_value, tokens.literal_value, group.literal_value
 
     def codegen(context, builder, signature, args):
         key, q, target = (_Elements(context, builder, signature, args, n) for n in (0, 2, 3))
-        _store_dots(builder, [(key, q)], args[1], target, args[4], size, count, heads)
+        places = _places(context, builder, signature, args, 1, count)
+        _store_dots(builder, [(key, q)], places, target, args[4], size, heads)
         return context.get_dummy_value()
 
-    return types.none(keys, _place(first), query, out, types.intp, dim, tokens, group), codegen
+    return types.none(keys, _kind(first), query, out, types.intp, dim, tokens, group), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -198,19 +199,21 @@ def box_tile(typingctx, high, low, first, above, below, out, at, dim, tokens, gr
         hi, lo, up, down, target = (
             _Elements(context, builder, signature, args, n) for n in (0, 1, 3, 4, 5)
         )
-        _store_dots(builder, [(hi, up), (lo, down)], args[2], target, args[6], size, count, heads)
+        places = _places(context, builder, signature, args, 2, count)
+        _store_dots(builder, [(hi, up), (lo, down)], places, target, args[6], size, heads)
         return context.get_dummy_value()
 
     kinds = high, low, types.intp, above, below, out, types.intp, dim, tokens, group
     return types.none(*kinds), codegen
 
 
-def _store_dots(builder, factors, first, target, at, size, count, heads):
-    """For `count` vectors and all heads the sum of their products with queries, pair by pair."""
+def _store_dots(builder, factors, places, target, at, size, heads):
+    """For vectors at some places and all heads the sum of their products with queries."""
+    count = len(places)
     sums = [ir.Constant(_SINGLES, [0.0] * WIDTH)] * (heads * count)
     for j in range(0, size, WIDTH):
         for key, q in factors:
-            own = [key.load(key.vector(first, t, size, j)) for t in range(count)]
+            own = [key.load(key.vector(place, size, j)) for place in places]
             for g in range(heads):
                 x = q.load(q.place(g, j))
                 for t in range(count):
@@ -222,9 +225,17 @@ def _store_dots(builder, factors, first, target, at, size, count, heads):
             builder.store(total, target.address(target.place(g, t, at)))
 
 
-def _place(first):
-    """The type of where vectors begin: of one number, or of one for each of them."""
-    return first if isinstance(first, types.UniTuple) else types.intp
+def _kind(first):
+    """The type of where vectors are: one behind the other, or rows anywhere."""
+    return first if isinstance(first, types.Array) else types.intp
+
+
+def _places(context, builder, signature, args, which, count):
+    """Where each of some vectors is: a number to begin at, and how many vectors to go on."""
+    if not isinstance(signature.args[which], types.Array):
+        return [(args[which], t) for t in range(count)]
+    rows = _Elements(context, builder, signature, args, which)
+    return [(builder.load(rows.address((ir.Constant(_I64, t),))), 0) for t in range(count)]
 
 
 @intrinsic(prefer_literal=True)
@@ -238,13 +249,14 @@ def add_tile(typingctx, values, first, weights, at, out, dim, tokens, group):
 
     def codegen(context, builder, signature, args):
         value, weight, total = (_Elements(context, builder, signature, args, n) for n in (0, 2, 4))
+        places = _places(context, builder, signature, args, 1, count)
         factors = [
             [builder.load(weight.address(weight.place(g, t, args[3]))) for t in range(count)]
             for g in range(heads)
         ]
         factors = [[_splat(builder, factor, WIDTH) for factor in own] for own in factors]
         for j in range(0, size, WIDTH):
-            own = [value.load(value.vector(args[1], t, size, j)) for t in range(count)]
+            own = [value.load(value.vector(place, size, j)) for place in places]
             for g in range(heads):
                 x = total.load(total.place(g, j))
                 for vector, factor in zip(own, factors[g], strict=True):
@@ -253,7 +265,7 @@ def add_tile(typingctx, values, first, weights, at, out, dim, tokens, group):
                 builder.store(x, builder.bitcast(place, _SINGLES.as_pointer()), align=_SINGLE)
         return context.get_dummy_value()
 
-    kinds = values, _place(first), weights, types.intp, out, dim, tokens, group
+    kinds = values, _kind(first), weights, types.intp, out, dim, tokens, group
     return types.none(*kinds), codegen
 
 
@@ -270,10 +282,9 @@ class _Elements:
         column = ir.Constant(_I64, column)
         return ir.Constant(_I64, row), column if start is None else self._builder.add(start, column)
 
-    def vector(self, first, number, size, column):
-        """Indices of a column of the `number`-th of some vectors of that size."""
-        if isinstance(first.type, ir.ArrayType):
-            return self._builder.extract_value(first, number), ir.Constant(_I64, column)
+    def vector(self, place, size, column):
+        """Indices of a column of the vector at one of `_places`, of vectors of that size."""
+        first, number = place
         if self._kind.ndim == 1:
             return (self._builder.add(first, ir.Constant(_I64, number * size + column)),)
         return self._builder.add(first, ir.Constant(_I64, number)), ir.Constant(_I64, column)
