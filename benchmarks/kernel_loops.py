@@ -10,12 +10,13 @@ from numba import njit
 
 from tierstore.kernels.cpu.attend import AHEAD
 from tierstore.kernels.cpu.registers import CHANNELS, LANES, best_of_centroids, multiply_tile
-from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, prefetch, widen
+from tierstore.kernels.cpu.scalar import FAST, exp_nonpositive, prefetch, widen, widest_vectors
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
 def add_up(words, first, last):
     """Read everything: int64 [rows, n]."""
+    widest_vectors()
     total = 0
     for row in range(first, last):
         for i in range(words.shape[1]):
@@ -26,6 +27,7 @@ def add_up(words, first, last):
 @njit(cache=True, nogil=True, fastmath=FAST)
 def add_up_rows(words, places, first, last):
     """Read rows of int64 [rows, n] that lie anywhere, each asked for some rows ahead."""
+    widest_vectors()
     total = 0
     for i in range(first, last):
         if i + AHEAD < last:
@@ -55,6 +57,7 @@ def multiply_adds(group):
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def loop(elements, queries, repeat):
+        widest_vectors()
         a = b = c = d = np.float32(0.0)
         for _ in range(repeat):
             for j in range(elements.shape[0]):
@@ -74,6 +77,7 @@ def multiply_adds(group):
 @njit(cache=True, nogil=True, fastmath=FAST)
 def exponentials(values, repeat):
     """The sum of e**x over values that are not positive."""
+    widest_vectors()
     total = np.float32(0.0)
     for _ in range(repeat):
         for i in range(values.shape[0]):
@@ -84,6 +88,7 @@ def exponentials(values, repeat):
 @njit(cache=True, nogil=True)
 def compares(codes, asked, repeat):
     """Codes of 16 bits that are equal, counted in 16 bits."""
+    widest_vectors()
     total = 0
     for _ in range(repeat):
         same = np.int16(0)
@@ -131,6 +136,7 @@ def comparisons(points, centroids, offsets, out, repeat):
 @njit(cache=True, nogil=True, fastmath=FAST)
 def scattered(query, vectors, places, first, last):
     """Products of a query with vectors that lie anywhere: row after row of `places`."""
+    widest_vectors()
     total = np.float32(0.0)
     for row in range(first, last):
         for i in range(places.shape[1]):

@@ -15,6 +15,7 @@ from tierstore.kernels.cpu.scalar import (
     ordered,
     prefetch,
     widen,
+    widest_vectors,
 )
 
 AHEAD = 8
@@ -190,6 +191,7 @@ def attend_kernel(group, tokens, key_dim, value_dim, value_offset):
     @njit(cache=True, nogil=True, fastmath=FAST)
     def attend(query, pool, first_row, last_row, row_ptr, slots, valid,
                strip_key, strip_value, strip_length, scale, merge, out, lse, weights):  # fmt: skip
+        widest_vectors()
         q = np.empty((group, key_dim), np.float32)
         acc = np.empty((group, value_dim), np.float32)
         for row in range(first_row, last_row):

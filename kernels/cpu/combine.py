@@ -12,6 +12,7 @@ from tierstore.kernels.cpu.scalar import (
     from_ordered,
     log_positive,
     ordered,
+    widest_vectors,
 )
 
 NO_SIZES = np.empty((0, 0), np.float32)
@@ -91,6 +92,7 @@ def combine_kernel(group, aggregate, softmax, sized):
 
     @njit(cache=True, nogil=True, fastmath=FAST)
     def combine(logits, first_row, last_row, counts, sizes, unit_tokens, beside, out):
+        widest_vectors()
         norms = np.zeros(group, np.float32)
         factor = np.float32(1.0) / np.float32(group)
         for row in range(first_row, last_row):
@@ -157,6 +159,7 @@ def _pooled(pages, masses, softmax, out):
 @njit(cache=True, nogil=True, fastmath=FAST)
 def pool(scores, unit_of, kept, first_row, last_row, blocks, pages_per_block, softmax, out):
     """Fill `out` with the scores of blocks; see `tierstore.kernels.pool_pages`."""
+    widest_vectors()
     coarse = unit_of.size > 0
     pages = np.empty((pages_per_block, _CHUNK), np.float32)
     masses = np.empty(_CHUNK, np.float32)

@@ -18,6 +18,7 @@ from tierstore.kernels.cpu.scalar import (
     ordered,
     prefetch,
     widen,
+    widest_vectors,
 )
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -161,6 +162,7 @@ def cluster_kernel(group, dim, value_dim):
     def attend(
         query, centroids, values, sizes, first_row, last_row, row_ptr, units, scale, merge, out, lse
     ):
+        widest_vectors()
         q = np.empty((group, dim), np.float32)
         rows = np.empty(_TILE + AHEAD, np.int64)
         often = np.empty(_TILE, np.float32)

@@ -101,6 +101,21 @@ def prefetch(typingctx, array, row, column):
     return types.none(array, row, column), codegen
 
 
+@intrinsic
+def widest_vectors(typingctx):
+    """Let the loops of the kernel that calls this use vectors of 512 bits where there are any.
+
+    LLVM prefers half of that for many processors; exponentials take two thirds of the time.
+    """
+
+    def codegen(context, builder, signature, args):
+        # llvmlite knows no attributes with values; a set takes what is written as one.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
 _SIGNLESS = np.int32(0x7FFFFFFF)
 
 
@@ -121,9 +136,10 @@ def from_ordered(key):
 
 
 _LOG2_E = np.float32(1.4426950408889634)
-_C6, _C5, _C4, _C3, _C2, _C1 = (
-    np.float32(math.log(2.0) ** n / math.factorial(n)) for n in (6, 5, 4, 3, 2, 1)
+_P5, _P4, _P3, _P2, _P1 = (
+    np.float32(x) for x in (0.00132647273, 0.00967151299, 0.0555073358, 0.240222424, 0.693147004)
 )
+"""(2**f - 1) / f for f between -1/2 and 1/2, fitted for the least relative error: 9e-8."""
 _LOWEST = np.float32(-87.0)
 
 
@@ -131,16 +147,15 @@ _LOWEST = np.float32(-87.0)
 def exp_nonpositive(x):
     """e**x for x <= 0, to a relative error of (4 - 2x) * 2**-24; at least e**-87 (under 2e-38)."""
     t = max(x, _LOWEST) * _LOG2_E
-    whole = np.floor(t + np.float32(0.5))
-    f = t - whole
-    p = _C6
-    p = p * f + _C5
-    p = p * f + _C4
-    p = p * f + _C3
-    p = p * f + _C2
-    p = p * f + _C1
+    whole = np.int32(t - np.float32(0.5))
+    f = t - np.float32(whole)
+    p = _P5
+    p = p * f + _P4
+    p = p * f + _P3
+    p = p * f + _P2
+    p = p * f + _P1
     p = p * f + np.float32(1.0)
-    return p * _from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return _from_bits(np.int32(_to_bits(p) + (whole << np.int32(23))))
 
 
 _LN_2 = np.float32(math.log(2.0))
