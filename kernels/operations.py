@@ -261,12 +261,12 @@ def pool_pages(
         return
     of = cpu.NO_UNITS if unit_of is None else unit_of
     keep = cpu.NO_FLAGS if kept is None else kept
+    kernel = cpu.pool_kernel(pages_per_block)
     over_rows(
         len(blocks),
         int(blocks.sum()) * pages_per_block * 8,
-        lambda first, last: cpu.pool(scores, of, keep, first, last, blocks, pages_per_block,
-                                     softmax, out),
-    )  # fmt: skip
+        lambda first, last: kernel(scores, of, keep, first, last, blocks, softmax, out),
+    )
 
 
 def select_blocks(

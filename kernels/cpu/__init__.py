@@ -8,7 +8,7 @@ from tierstore.kernels.cpu.combine import (
     NO_SIZES,
     NO_UNITS,
     combine_kernel,
-    pool,
+    pool_kernel,
     rank_heads,
 )
 from tierstore.kernels.cpu.estimate import (
@@ -38,7 +38,7 @@ __all__ = [
     "nearest",
     "pack_kernel",
     "pack_signs",
-    "pool",
+    "pool_kernel",
     "rank_heads",
     "sampled_kernel",
     "search_kernel",

@@ -137,49 +137,53 @@ def rank_heads(logits, first_row, last_row, counts, sizes, unit_tokens, beside, 
             out[row, i] = _MINUS_INFINITY if empty else -np.log1p(np.float32(best[i]))
 
 
-@part
-def _pooled(pages, masses, softmax, out):
-    """Scores of blocks from the scores of their first, second, ... page: [pages, blocks]."""
-    out[:] = _MINUS_INFINITY
-    for page in range(pages.shape[0]):
-        own = pages[page]
+@lru_cache(maxsize=64)
+def _pooled(pages):
+    """Scores of blocks from those of their pages, block after block."""
+
+    @part
+    def pooled(scores, softmax, out):
         for i in range(out.shape[0]):
-            out[i] = max(out[i], own[i])
-    if not softmax or pages.shape[0] == 1:
-        return
-    masses[:] = 0
-    for page in range(pages.shape[0]):
-        own = pages[page]
+            best = _MINUS_INFINITY
+            for page in range(pages):
+                best = max(best, scores[i * pages + page])
+            out[i] = best
+        if not softmax or pages == 1:
+            return
         for i in range(out.shape[0]):
-            masses[i] += exp_nonpositive(own[i] - max(out[i], _LOWEST))
-    for i in range(out.shape[0]):
-        out[i] += log_positive(masses[i])
+            total = np.float32(0.0)
+            for page in range(pages):
+                total += exp_nonpositive(scores[i * pages + page] - max(out[i], _LOWEST))
+            out[i] += log_positive(total)
+
+    return pooled
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
-def pool(scores, unit_of, kept, first_row, last_row, blocks, pages_per_block, softmax, out):
-    """Fill `out` with the scores of blocks; see `tierstore.kernels.pool_pages`."""
-    widest_vectors()
-    coarse = unit_of.size > 0
-    pages = np.empty((pages_per_block, _CHUNK), np.float32)
-    masses = np.empty(_CHUNK, np.float32)
-    for row in range(first_row, last_row):
-        for first in range(0, blocks[row], _CHUNK):
-            own = out[row, first : min(first + _CHUNK, blocks[row])]
-            n, start = own.shape[0], first * pages_per_block
-            for page in range(pages_per_block):
+@lru_cache(maxsize=64)
+def pool_kernel(pages):
+    """The kernel for blocks of so many pages; see `tierstore.kernels.pool_pages`."""
+    pooled = _pooled(pages)
+
+    @njit(cache=True, nogil=True, fastmath=FAST)
+    def pool(scores, unit_of, kept, first_row, last_row, blocks, softmax, out):
+        widest_vectors()
+        coarse = unit_of.size > 0
+        listed = np.empty(_CHUNK * pages, np.float32)
+        for row in range(first_row, last_row):
+            for first in range(0, blocks[row], _CHUNK):
+                own = out[row, first : min(first + _CHUNK, blocks[row])]
+                n, start = own.shape[0] * pages, first * pages
                 if coarse:
+                    units = unit_of[row, start : start + n]
                     for i in range(n):
-                        unit = unit_of[row, start + i * pages_per_block + page]
-                        pages[page, i] = scores[row, unit]
+                        listed[i] = scores[row, units[i]]
+                    pooled(listed, softmax, own)
                 else:
-                    listed = scores[row, start : start + n * pages_per_block]
-                    by_block = listed.reshape(n, pages_per_block)
-                    for i in range(n):
-                        pages[page, i] = by_block[i, page]
-            _pooled(pages[:, :n], masses[:n], softmax, own)
-        if kept.size > 0:
-            _raise_kept(out[row, : blocks[row]], kept[row])
+                    pooled(scores[row, start : start + n], softmax, own)
+            if kept.size > 0:
+                _raise_kept(out[row, : blocks[row]], kept[row])
+
+    return pool
 
 
 @part
