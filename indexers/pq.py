@@ -163,7 +163,7 @@ class PQIndex(ScoringIndex):
         weights = None if weights is None else weights[:, ::step]
         clusters = min(1 << self.bits, points.shape[1])
         _, words = kmeans(
-            points, clusters, iterations=self.iterations, metric="l2", weights=weights
+            points, clusters, iterations=self.iterations, metric="l2", centre=False, weights=weights
         )
         spare = words[:, :1].expand(-1, (1 << self.bits) - clusters, -1)
         most = torch.finfo(self.shape.dtype).max

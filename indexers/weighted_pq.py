@@ -143,11 +143,12 @@ class WeightedPQIndex(PQIndex):
         points = self._parts_of(vectors)
         codes, first = self._quantise(points, first, weights)
         chosen = codes[..., None].expand(-1, -1, -1, self._width)
-        errors = (points - first.float().gather(2, chosen)).transpose(1, 2).flatten(2)
+        errors = points - first.float().gather(2, chosen)
         if "refined" not in fitted:
-            fitted["refined"] = errors.square().sum(1).topk(self._width).indices
-        refined = fitted["refined"][:, None].expand(-1, errors.shape[1], -1)
-        worst = errors.gather(2, refined)[:, None]
+            fitted["refined"] = errors.square().sum(2).flatten(1).topk(self._width).indices
+        part, axis = fitted["refined"] // self._width, fitted["refined"] % self._width
+        rows = torch.arange(len(errors), device=errors.device)[:, None]
+        worst = errors[rows, part, :, axis].transpose(1, 2)[:, None]
         more, last = self._quantise(worst, last, weights)
         fitted["codewords"] = torch.cat([first, last], 1)
         return torch.cat([codes, more], 1)

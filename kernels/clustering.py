@@ -64,12 +64,15 @@ def kmeans(
         assignment = nearest(compared, centroids, centroids.new_zeros(centroids.shape[:2]))
     else:
         assignment = _assign(compared, centroids, metric)
+    summed = _weighed(compared, weights)
     for _ in range(iterations):
-        centroids = cluster_means(compared, assignment, centroids, weights)
+        centroids = _means(summed, assignment, centroids, weights is not None)
         before, assignment = assignment, _assign(compared, centroids, metric)
         if torch.equal(before, assignment):
             break
-    return assignment, cluster_means(points, assignment, points[:, starts], weights)
+    if compared is not points:
+        summed = _weighed(points, weights)
+    return assignment, _means(summed, assignment, points[:, starts], weights is not None)
 
 
 def _check(n: int, clusters: int, metric: str, init: str, segments: int) -> None:
@@ -127,21 +130,29 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
 
 
 def cluster_means(
-    points: torch.Tensor,
-    assignment: torch.Tensor,
-    fallback: torch.Tensor,
-    weights: torch.Tensor | None = None,
+    points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
 ) -> torch.Tensor:
     """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`."""
-    if weights is not None:
-        points = torch.cat([points * weights[..., None], weights[..., None]], -1)
-    sums = torch.empty((*fallback.shape[:2], points.shape[2]), device=points.device)
-    sizes = torch.empty(fallback.shape[:2], dtype=torch.int64, device=points.device)
-    p, labels = to_array(points.contiguous()), to_array(assignment.contiguous())
-    coding.cluster_sums(p, labels, to_array(sums), to_array(sizes))
+    return _means(points, assignment, fallback, is_weighed=False)
+
+
+def _weighed(points: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Points times their weights and, as one coordinate more, the weights."""
     if weights is None:
-        means = sums / sizes.clamp(min=1)[..., None]
+        return points
+    return torch.cat([points * weights[..., None], weights[..., None]], -1)
+
+
+def _means(
+    summed: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor, is_weighed: bool
+) -> torch.Tensor:
+    sums = torch.empty((*fallback.shape[:2], summed.shape[2]), device=summed.device)
+    sizes = torch.empty(fallback.shape[:2], dtype=torch.int64, device=summed.device)
+    p, labels = to_array(summed.contiguous()), to_array(assignment.contiguous())
+    coding.cluster_sums(p, labels, to_array(sums), to_array(sizes))
+    if is_weighed:
+        sums, total = sums[..., :-1], sums[..., -1:]
+        means = sums / total.clamp(min=torch.finfo(total.dtype).tiny)
     else:
-        tiny = torch.finfo(torch.float32).tiny
-        means = sums[..., :-1] / sums[..., -1:].clamp(min=tiny)
+        means = sums / sizes.clamp(min=1)[..., None]
     return torch.where(sizes[..., None] > 0, means, fallback.float())
