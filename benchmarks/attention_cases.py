@@ -147,7 +147,7 @@ def attend_sampled(sizes: Sizes) -> Case:
 
 
 def nearest_centroids(sizes: Sizes) -> Case:
-    """A round of k-means over all tokens, for eight codes of six bits."""
+    """A round of k-means over all tokens, for nine codes of six bits."""
     sets, clusters = sizes.rows * PARTS, 1 << BITS
     points, centroids = singles(sets, sizes.tokens, WIDTH), singles(sets, clusters, WIDTH)
     offsets = -np.square(centroids).sum(2) / 2

@@ -16,7 +16,7 @@ from tierstore.kernels.element import to_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-PARTS, BITS, WIDTH = 8, 6, 4
+PARTS, BITS, WIDTH = 9, 6, 4
 TABLES, HASH_BITS = 150, 10
 _DEGREE, _BEAM = 32, 256
 
@@ -124,7 +124,7 @@ def select_blocks(sizes: Sizes) -> Case:
 
 
 def pq_logits(sizes: Sizes) -> Case:
-    """Eight codes of six bits for each token, as preset best has them."""
+    """Nine codes of six bits for each token, as preset best has them."""
     query = elements(sizes.rows, sizes.group, PARTS * WIDTH)
     words = elements(sizes.rows, PARTS, 1 << BITS, WIDTH)
     random = np.random.default_rng(0)

@@ -150,7 +150,8 @@ class WeightedPQIndex(PQIndex):
         rows = torch.arange(len(errors), device=errors.device)[:, None]
         worst = errors[rows, part, :, axis].transpose(1, 2)[:, None]
         more, last = self._quantise(worst, last, weights)
-        fitted["codewords"] = torch.cat([first, last], 1)
+        if "codewords" not in fitted:
+            fitted["codewords"] = torch.cat([first, last], 1)
         return torch.cat([codes, more], 1)
 
     def logits(self, query: Array, out: Array) -> None:
@@ -162,13 +163,15 @@ class WeightedPQIndex(PQIndex):
         rows, group, _ = query.shape
         take = self.shape.scratch.array
         turned = take("turned queries", (rows, group, self.dims), np.float32)
+        again = to_tensor(take("refined axes", (rows, group, self._width), np.float32))
         asked = take("asked axes", (rows, group, self.dims + self._width), np.float32)
         all_dims = self._scratch.array("all dims", (rows,), np.int32)
         all_dims.fill(self.dims)
         kernels.dot_logits(query, self.data["query_basis"], all_dims, self.shape.scale, turned)
         along = to_tensor(turned)
         refined = to_tensor(self.data["refined"])[:, None].expand(-1, group, -1)
-        torch.cat([along, along.gather(2, refined)], 2, out=to_tensor(asked))
+        torch.gather(along, 2, refined, out=again)
+        torch.cat([along, again], 2, out=to_tensor(asked))
         return asked
 
     def _kind(self) -> npt.NDArray[np.str_]:

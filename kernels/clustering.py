@@ -66,13 +66,13 @@ def kmeans(
         assignment = _assign(compared, centroids, metric)
     summed = _weighed(compared, weights)
     for _ in range(iterations):
-        centroids = _means(summed, assignment, centroids, weights is not None)
+        centroids = cluster_means(summed, assignment, centroids)
         before, assignment = assignment, _assign(compared, centroids, metric)
         if torch.equal(before, assignment):
             break
     if compared is not points:
         summed = _weighed(points, weights)
-    return assignment, _means(summed, assignment, points[:, starts], weights is not None)
+    return assignment, cluster_means(summed, assignment, points[:, starts])
 
 
 def _check(n: int, clusters: int, metric: str, init: str, segments: int) -> None:
@@ -132,8 +132,17 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor, offsets: torch.Tensor
 def cluster_means(
     points: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor
 ) -> torch.Tensor:
-    """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`."""
-    return _means(points, assignment, fallback, is_weighed=False)
+    """The mean [R, k, d] of each cluster's points; an empty one takes its `fallback`.
+
+    points: [R, n, d], or weighed ones, [R, n, d + 1], whose last coordinate is their weight.
+    """
+    sums = torch.empty((*fallback.shape[:2], points.shape[2]), device=points.device)
+    sizes = torch.empty(fallback.shape[:2], dtype=torch.int64, device=points.device)
+    p, labels = to_array(points.contiguous()), to_array(assignment.contiguous())
+    coding.cluster_sums(p, labels, to_array(sums), to_array(sizes))
+    dim, size = fallback.shape[2], sizes[..., None]
+    means = sums[..., :dim] / (sums[..., dim:] if points.shape[2] > dim else size)
+    return torch.where(size > 0, means, fallback.float())
 
 
 def _weighed(points: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -141,18 +150,3 @@ def _weighed(points: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor
     if weights is None:
         return points
     return torch.cat([points * weights[..., None], weights[..., None]], -1)
-
-
-def _means(
-    summed: torch.Tensor, assignment: torch.Tensor, fallback: torch.Tensor, is_weighed: bool
-) -> torch.Tensor:
-    sums = torch.empty((*fallback.shape[:2], summed.shape[2]), device=summed.device)
-    sizes = torch.empty(fallback.shape[:2], dtype=torch.int64, device=summed.device)
-    p, labels = to_array(summed.contiguous()), to_array(assignment.contiguous())
-    coding.cluster_sums(p, labels, to_array(sums), to_array(sizes))
-    if is_weighed:
-        sums, total = sums[..., :-1], sums[..., -1:]
-        means = sums / total.clamp(min=torch.finfo(total.dtype).tiny)
-    else:
-        means = sums / sizes.clamp(min=1)[..., None]
-    return torch.where(sizes[..., None] > 0, means, fallback.float())

@@ -27,7 +27,7 @@ def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Arra
     if (backend := elsewhere(points)) is not None:
         backend.nearest_centroids(points, centroids, offsets, out)
         return
-    points = np.ascontiguousarray(points)
+    points = np.ascontiguousarray(points, np.float32)
     over_rows(
         points.shape[0],
         points.size * centroids.shape[1],
@@ -45,7 +45,7 @@ def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> Non
     if (backend := elsewhere(points)) is not None:
         backend.cluster_sums(points, labels, sums, sizes)
         return
-    kernel, points = cpu.sums_kernel(points.shape[2]), np.ascontiguousarray(points)
+    kernel, points = cpu.sums_kernel(points.shape[2]), np.ascontiguousarray(points, np.float32)
     over_rows(
         points.shape[0],
         points.size,

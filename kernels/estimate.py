@@ -120,6 +120,7 @@ def pack_signs(projections: Array, bits: int, out: Array) -> None:
     if backend_of(projections) != "numba":
         reference.pack_signs(projections, bits, out)
         return
+    projections = np.ascontiguousarray(projections, np.float32)
     over_rows(
         len(out),
         projections.size,

@@ -303,6 +303,7 @@ def select_blocks(
         tables = map(_numbers, (costs, unit_ptr, unit_blocks))
         return int(backend.select_blocks(scores, counts, *tables, budgets, row_ptr, ids,
                                            out_scores))  # fmt: skip
+    scores = np.ascontiguousarray(scores, np.float32)
     return int(
         cpu.select(
             scores, counts, costs, unit_ptr, unit_blocks, budgets, order, row_ptr, ids, out_scores

@@ -139,7 +139,7 @@ _LOG2_E = np.float32(1.4426950408889634)
 _P5, _P4, _P3, _P2, _P1 = (
     np.float32(x) for x in (0.00132647273, 0.00967151299, 0.0555073358, 0.240222424, 0.693147004)
 )
-"""(2**f - 1) / f for f between -1/2 and 1/2, fitted for the least relative error: 9e-8."""
+"""(2**f - 1) / f for f between -1/2 and 1/2; 2**f is then off by 1.1e-7 of it at most."""
 _LOWEST = np.float32(-87.0)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tierstore.kernels.triton.launch import launch, padded, tensors, tiles
+from tierstore.kernels.triton.launch import launch, padded, target, tensors, tiles
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
@@ -78,17 +78,18 @@ def sums_kernel(points, labels, sums, sizes, n, clusters, DIM: tl.constexpr, WID
 
 
 def nearest_centroids(points: Array, centroids: Array, offsets: Array, out: Array) -> None:
-    p, c, o, labels = tensors(points, centroids, offsets, out)
+    p, c, o = tensors(points, centroids, offsets)
     rows, n, dim = p.shape
     launch(
         nearest_kernel, (rows, tiles(n, TILE)), p.contiguous(), c.contiguous(), o.contiguous(),
-        labels, n, c.shape[1], DIM=dim, WIDTH=padded(dim), TILE=TILE,
+        target(out, p.device), n, c.shape[1], DIM=dim, WIDTH=padded(dim), TILE=TILE,
     )  # fmt: skip
 
 
 def cluster_sums(points: Array, labels: Array, sums: Array, sizes: Array) -> None:
     """An infinite point makes every sum of its row NaN."""
-    p, own, total, count = tensors(points, labels, sums, sizes)
+    p, own = tensors(points, labels)
+    total, count = target(sums, p.device), target(sizes, p.device)
     rows, clusters, dim = total.shape
     launch(
         sums_kernel, (rows, tiles(clusters, TILE)), p.contiguous(), own.contiguous(), total, count,

@@ -46,6 +46,17 @@ def tensors(*arrays: Array) -> list[torch.Tensor]:
     return [first, *(other.to(first.device, non_blocking=True) for other in others)]
 
 
+def target(array: Array, device: torch.device) -> torch.Tensor:
+    """What a kernel on `device` fills; ValueError unless it is there, and packed."""
+    tensor = to_tensor(array)
+    if tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"an output of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
+            f"{tensor.device}: expected a packed one on {device}"
+        )
+    return tensor
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a kernel where its first argument is; an empty grid is no work.
 

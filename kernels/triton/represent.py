@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tierstore.kernels.triton.launch import launch, narrow, padded, tensors
+from tierstore.kernels.triton.launch import launch, narrow, padded, target, tensors
 
 if TYPE_CHECKING:
     from tierstore.kernels.element import Array
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 def page_kernel(keys, first, second, row_stride, token_stride, TOKENS: tl.constexpr,
                 DIM: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
                 MEAN: tl.constexpr):  # fmt: skip
-    row, page = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # A grid may have more than 65,535 programs along its first axis only.
+    page, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tl.arange(0, ROOM)
     axis = tl.arange(0, WIDTH)
     inside = (token[:, None] < TOKENS) & (axis[None, :] < DIM)
     at = (page * TOKENS + token[:, None]).to(tl.int64) * token_stride + axis[None, :]
     k = tl.load(keys + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-    place = (row * tl.num_programs(1) + page) * DIM + axis
+    place = (row * tl.num_programs(0) + page) * DIM + axis
     if MEAN:
         mean = tl.sum(k, 0) / TOKENS
         tl.store(first + place, narrow(mean, first.dtype.element_ty), mask=axis < DIM)
@@ -38,10 +39,12 @@ def page_kernel(keys, first, second, row_stride, token_stride, TOKENS: tl.conste
 
 
 def _run(keys: Array, page_tokens: int, first: Array, second: Array, *, mean: bool) -> None:
-    k, a, b = tensors(keys, first, second)
+    [k] = tensors(keys)
+    k = k if k.stride(2) == 1 else k.contiguous()
+    a, b = target(first, k.device), target(second, k.device)
     rows, tokens, dim = k.shape
     launch(
-        page_kernel, (rows, tokens // page_tokens), k, a, b, k.stride(0), k.stride(1),
+        page_kernel, (tokens // page_tokens, rows), k, a, b, k.stride(0), k.stride(1),
         TOKENS=page_tokens, DIM=dim, ROOM=int(triton.next_power_of_2(page_tokens)),
         WIDTH=padded(dim), MEAN=mean,
     )  # fmt: skip

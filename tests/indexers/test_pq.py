@@ -129,6 +129,26 @@ def test_the_axes_with_the_largest_errors_are_coded_twice() -> None:
     np.testing.assert_allclose(scores, np.log(masses.sum(1))[ids], atol=0.05)
 
 
+def test_in_training_keys_count_by_the_root_of_their_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys, queries = randn(1, 512, DIM, seed=18), 4 * randn(1, 2, 16, DIM, seed=19)
+    context, words = IndexContext(last_queries=queries), []
+    logits = queries[0].double() @ keys[0].double().T * DIM**-0.5
+    masses = logits.softmax(-1).sum((0, 1)).numpy()
+
+    counts = make_index(WeightedPQIndex, dims=16).importance(keys, context)  # type: ignore[attr-defined]
+
+    np.testing.assert_allclose(counts[0], np.sqrt(masses / masses.mean() + 0.1), rtol=1e-4)
+    for _ in range(2):
+        index = make_index(WeightedPQIndex, dims=16)
+        index.add_rows(np.zeros(1, np.int32))
+        index.extend(slice(0, 1), keys, keys, context)
+        words.append(index.state()["codewords"])
+        monkeypatch.setattr(WeightedPQIndex, "importance", lambda *_: None)
+    assert not np.array_equal(*words)
+
+
 def test_a_loud_isolated_token_is_found() -> None:
     """One token that a mean of its neighbours would hide."""
     keys = randn(1, 4096, DIM, seed=9)

@@ -155,6 +155,16 @@ def codes_of(vectors: Floats, planes: Floats, bits: int) -> npt.NDArray[np.int16
     return codes
 
 
+def test_projections_may_be_a_part_of_an_array() -> None:
+    projections = np.random.default_rng(2).standard_normal((1, 3, 400))[:, :, ::2]
+    found, expected = np.zeros((2, 1, 3, 20), np.int16)
+
+    kernels.pack_signs(projections, 10, found)
+
+    estimate_reference.pack_signs(projections.astype(np.float32), 10, expected)
+    np.testing.assert_array_equal(found, expected)
+
+
 @both_backends
 @pytest.mark.parametrize("bits", [1, 10, 15])
 def test_codes_are_the_signs_and_collisions_their_equality(backend: str, bits: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -171,10 +171,22 @@ def test_budget_of_nothing_and_rows_of_nothing_select_nothing(backend: str) -> N
 @pytest.mark.parametrize(("budget", "expected"), [(1, [1]), (2, [1, 3]), (4, [1, 2, 3, 0])])
 def test_what_is_no_number_comes_first(budget: int, expected: list[int]) -> None:
     """Its logit was beyond float32."""
-    scores = np.array([-1.0, np.nan, np.inf, -np.nan, -2.0], np.float32)
-    tables = Tables.of([scores.tolist()], [[[block] for block in range(5)]])
+    scores = np.array([-1.0, np.nan, np.inf, -np.nan, -2.0] + 70 * [-3.0], np.float32)
+    tables = Tables.of([scores.tolist()], [[[block] for block in range(75)]])
 
     assert tables.select("numba", [budget])[0] == [expected]
+
+
+@pytest.mark.parametrize("step", [2, -1])
+def test_scores_may_be_a_part_of_an_array(step: int) -> None:
+    values = np.random.default_rng(1).standard_normal(300).astype(np.float32)[::step]
+    blocks = [[block] for block in range(len(values))]
+    tables = Tables.of([values.tolist()], [blocks])
+    wide = np.zeros((1, 600), np.float32)[:, ::step][:, : len(values) + 1]
+    wide[:] = tables.scores
+    tables = replace(tables, scores=wide)
+
+    assert tables.select("numba", [9])[0] == [best_blocks(values.tolist(), blocks, 9)[0]]
 
 
 @pytest.mark.parametrize(

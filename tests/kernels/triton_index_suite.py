@@ -180,7 +180,8 @@ def test_an_index_on_a_device_scores_as_one_on_the_host(
             on_device(randn(ROWS, blocks * BLOCK_TOKENS, DIM, seed=seed + blocks))
             for seed in (0, 9)
         )
-        index.extend(slice(0, ROWS), keys, values, IndexContext())
+        last = on_device(randn(ROWS, GROUP, 5, DIM, seed=7)) if blocks == BLOCKS else None
+        index.extend(slice(0, ROWS), keys, values, IndexContext(last_queries=last))
     query = stored(randn(ROWS, GROUP, DIM, seed=3).float(), DTYPE)
 
     found = score_of_blocks(index, there(query), BLOCKS + LATER)
