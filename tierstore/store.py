@@ -198,7 +198,7 @@ class BlockStore:
     def resize(self, level: int, slots: int) -> None:
         """Give tier `level` so many slots; what stands in slots that go is evicted.
 
-        Quotas of a partitioned tier shrink with it, in proportion. CapacityError if the slots do
+        Quotas of the top tier shrink with it, in proportion. CapacityError if the slots do
         not fit, or if leased blocks, or blocks that only the backing tier has, are in the way.
         """
         with self._changing():
@@ -224,12 +224,12 @@ class BlockStore:
             )
         if (self._moves.leases.array[leaving] > 0).any():
             raise CapacityError(f"{tier.name}: leased blocks are in the way: release them first")
-        if not self._is_shared(level) and residency.quota.sum() > slots:
+        if level == 0 < self.backing and residency.quota.sum() > slots:
             domains = np.flatnonzero(residency.quota).astype(np.int32)
             quota, least = residency.quota[domains], int(slots >= len(domains))
             rest = slots - least * len(domains)
             room = (quota - least) * rest // max(1, (quota - least).sum())
-            self.set_quota(domains, least + room, level)
+            self.set_quota(domains, least + room)
         self._moves.evict(level, residency.above(slots))
 
     def make_room(self, level: int, blocks: int) -> None:
@@ -288,7 +288,7 @@ class BlockStore:
             memory, residency = self.tiers[level].memory, self._moves.residency[level]
             assert memory is not None
             slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
-            least = int(np.count_nonzero(residency.quota)) if level < self.backing else 0
+            least = int(np.count_nonzero(residency.quota)) if level == 0 < self.backing else 0
             is_full = level == self.backing and len(residency.above(slots)) > 0
             if slots >= least and not is_full and not self._visits:
                 self.resize(level, slots)

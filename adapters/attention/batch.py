@@ -314,6 +314,9 @@ class Batch:
         taking = np.ones(layer.sequences, np.bool_) if valid is None else valid[:, 0].cpu().numpy()
         self._keep = taking & self.lanes.live
         self.tokens[:] += self._keep
+        if self.sharing.has_counted:
+            self._stages.end_visits()
+            self.sharing.recalibrate()
         self._budgets: Ids = self.sharing.of_step(self._keep)
         self._has_blocks = bool(layer.blocks.any())
         fetched = self.store.metrics.fetched

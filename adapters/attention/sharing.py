@@ -65,7 +65,6 @@ class Sharing:
 
     def of_step(self, taking: Taking) -> Ids:
         """Blocks that each row may select in a step of lanes `taking` [B]: int32 [layers, R]."""
-        self._recalibrate()
         budgets = self._per_head(self.budgets())
         if self.plan is not None:
             budgets = np.maximum(np.rint(budgets * self.plan.shares[:, None]), 1)
@@ -73,11 +72,16 @@ class Sharing:
         chosen: Ids = np.minimum(rows, self._layers[0].blocks).astype(np.int32)
         return chosen
 
-    def _recalibrate(self) -> None:
-        """Once enough steps were counted, share the windows out by what they selected."""
+    @property
+    def has_counted(self) -> bool:
+        """Whether enough steps were counted to `recalibrate`."""
+        steps, profile = self._rules.recalibrate, self._profile
+        return profile is not None and steps is not None and profile.steps >= steps
+
+    def recalibrate(self) -> None:
+        """Share the windows out by what they selected. Requires: `has_counted`, no visit."""
         profile, rules = self._profile, self._rules
-        if profile is None or rules.recalibrate is None or profile.steps < rules.recalibrate:
-            return
+        assert profile is not None
         profile.is_counting = False
         self._profile = None
         budgets = self._per_head(self.budgets()[self.lanes.live])

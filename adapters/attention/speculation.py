@@ -76,21 +76,23 @@ class Speculative(Stages):
         super().settle()
         self._bring_in(list(self._guesses))
 
-    def drop_guesses(self) -> None:
-        guesses, self._guesses = self._guesses, {}
-        for guess in guesses.values():
+    def end_visits(self) -> None:
+        for guess in self._guesses.values():
             with suppress(Exception):
                 guess.wait()
+
+    def drop_guesses(self) -> None:
+        self.end_visits()
+        self._guesses.clear()
 
     def forget(self) -> None:
         super().forget()
         self._guesses.clear()
 
     def update(self, number: int, call: Callable[[], None]) -> None:
-        if number in self._guesses:
-            # It knows nothing of the blocks that are about to come.
-            self._bring_in([number])
-            del self._guesses[number]
+        self.end_visits()
+        # It knows nothing of the blocks that are about to come.
+        self._guesses.pop(number, None)
         super().update(number, call)
 
     def _bring_in(self, layers: Sequence[int]) -> None:

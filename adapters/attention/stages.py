@@ -104,6 +104,12 @@ class Stages:
             run, self._updating = self._updating, None
             run.wait()
 
+    def end_visits(self) -> None:
+        """Return when no guess has a visit any more, as what changes tiers waits for.
+
+        What went wrong with one comes again when its layer fetches.
+        """
+
     def drop_guesses(self) -> None:
         """Return when no guess is under way; all are forgotten, and what went wrong with them."""
 

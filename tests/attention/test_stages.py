@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tierstore.interfaces import Selection, Tier
+    from tierstore.interfaces import Completion, Ids, Selection, Tier
     from tierstore.layout import BlockLayout
 
 GEOMETRY = Geometry(2, 4, 2, 16, torch.float32, torch.device("cpu"))
@@ -304,6 +304,57 @@ def test_an_error_in_a_stage_reaches_the_caller_and_leaves_nothing_behind(
     STORY.prefill(engine)
     outs = STORY.decode(engine, slice(3))
     assert bool(torch.isfinite(outs).all())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "change"),
+    [("previous-layer", "seal"), ("previous-step", "seal"), ("previous-step", "recalibrate")],
+)
+def test_a_guess_that_failed_holds_up_no_change(
+    make: Callable[..., SparseAttention], schedule: str, change: str
+) -> None:
+    """Its layer fetches again when tokens have become blocks, or windows are shared out anew."""
+    engine = make(schedule, SEQUENCES, recalibrate=16 if change == "recalibrate" else None)
+    STORY.prefill(engine)
+    batch = engine._running.batch
+    assert batch is not None
+    is_late = schedule == "previous-step"  # it guesses in the step before
+    step, coming = 0, np.full(SEQUENCES, 1 + is_late)
+    while step < 8 if change == "recalibrate" else not batch.layers[0].full_sequences(coming):
+        STORY.decode(engine, slice(step, step + 1))
+        step += 1
+    batch.settle()
+    store, segments = batch.store, batch.layers[1].segments
+    owners, read, failed = store.owners(store.backing), store.tiers[-1].read, []
+
+    def failing(slots: Ids, *rest: Any) -> Completion:  # noqa: ANN401
+        is_guess = threading.current_thread().name.startswith("tierstore-")
+        if is_guess and np.isin(owners[slots], segments).any():
+            failed.append(step)
+            raise OSError(5, "layer 1 cannot be read")
+        return read(slots, *rest)
+
+    store.tiers[-1].read = failing  # type: ignore[method-assign]
+    while is_late and not failed:
+        STORY.decode(engine, slice(step, step + 1))
+        batch._stages._guesses[1].run.wait_for("fetch")  # type: ignore[attr-defined]
+        step += 1
+    if change == "recalibrate":
+        assert batch.sharing._profile is not None
+        batch.sharing._profile.steps = 16
+    outs: list[torch.Tensor] = []
+    thread = threading.Thread(
+        target=lambda: outs.append(STORY.decode(engine, slice(step, step + 1))), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for a visit that nobody ends"
+    assert failed
+    assert outs
+    assert (batch.sharing.plan is None) == (change == "seal")
+    store.tiers[-1].read = read  # type: ignore[method-assign]
+    batch._stages.drop_guesses()
+    store.validate()
 
 
 def test_an_update_that_turns_out_to_have_failed_at_the_store_needs_a_reset(

@@ -189,7 +189,7 @@ def test_segments_have_their_own_capacity_in_every_partitioned_tier(tmp_path: Pa
     assert store.quota(segments, 1).tolist() == [0, 2]
     store.set_quota(segments[1:], np.array([6], np.int64), 1)
     store.resize(1, 3)
-    assert store.quota(segments[1:], 1).tolist() == [3]
+    assert store.quota(segments[1:], 1).tolist() == [6]
     store.validate()
     store.close()
 
@@ -282,6 +282,30 @@ def test_a_tier_that_grows_stops_at_its_limit(tmp_path: Path) -> None:
     assert 10 < store.tiers[1].capacity <= 20
     assert store.quota(segments, 1).tolist() == [30, 30], "nobody was pressed"
     assert np.array_equal(read(store, segments, 30), data)
+    store.close()
+
+
+def test_pressure_on_a_tier_that_grows_takes_no_more_than_it_needs(tmp_path: Path) -> None:
+    store = store_of(tmp_path, top=2, middle=0, partitioned=2)
+    segments = store.open(2)
+    memory = store.tiers[1].memory
+    assert memory is not None
+    store.set_quota(segments, np.array([30, 30], np.int64), 1)
+    store.append(segments, bytes_of(2, 30), home=np.full((2, 30), 2, np.uint8))
+    store.promote(segments[:1], 0, np.ones((1, 20), np.uint8))
+    store.resize(1, 20)
+    assert len(residents(store, segments[0], 1)) == 20
+    taken = memory.take(memory.free_bytes + BLOCK, np.uint8, "index")
+    assert len(residents(store, segments[0], 1)) == 19
+    assert store.quota(segments, 1).tolist() == [30, 30]
+    store.validate()
+    memory.give(taken)
+    store.promote(segments, 0, np.ones((2, 25), np.uint8))
+    assert [len(residents(store, each, 1)) for each in segments] == [25, 25]
+    store.validate()
+    memory.take(memory.free_bytes + store.tiers[1].capacity * BLOCK, np.uint8, "index")
+    assert store.tiers[1].capacity == 0, "no domain is owed a slot below the top"
+    store.validate()
     store.close()
 
 
