@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class CudaCopies:
     """Sends blocks on a stream of its own, and has the GPU put them into their rows.
 
+    What reads or writes these rows before must be on the current stream, torch's or CuPy's, of the
+    thread that calls `begin`, or on the default stream, if that thread has chosen no other.
     Not yet run on a GPU.
     """
 
@@ -25,6 +27,7 @@ class CudaCopies:
         self._locked: set[int] = set()
         with self._xp.cuda.Device(self._device):
             self._stream = self._xp.cuda.Stream(non_blocking=True)
+        self._to_torch = torch.cuda.ExternalStream(self._stream.ptr, self._device)
 
     def lock(self, pages: Bytes) -> None:
         address = pages.ctypes.data
@@ -42,13 +45,18 @@ class CudaCopies:
     def begin(self, blocks: Bytes, out: Array, rows: Ids, start: int, stop: int) -> Completion:
         xp = self._xp
         with xp.cuda.Device(self._device):
-            # Attention that still reads these rows was issued on the caller's stream.
+            # Attention that still reads these rows was issued on one of the caller's streams.
             self._stream.wait_event(xp.cuda.get_current_stream().record())
-            with self._stream:
-                arrived = xp.empty(blocks.shape, xp.uint8)
-                arrived.set(blocks, self._stream)
-                out[xp.asarray(rows), start:stop] = arrived[:, start:stop]
-                return _Event(self._stream.record())
+            self._to_torch.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                with self._stream:
+                    arrived = xp.empty(blocks.shape, xp.uint8)
+                    arrived.set(blocks, self._stream)
+                    out[xp.asarray(rows), start:stop] = arrived[:, start:stop]
+                    return _Event(self._stream.record())
+            except BaseException:
+                self._stream.synchronize()
+                raise
 
 
 class _Event:

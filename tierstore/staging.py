@@ -33,7 +33,8 @@ class DeviceCopies(Protocol):
     def begin(self, blocks: Bytes, out: Array, rows: Ids, start: int, stop: int) -> Completion:
         """Copy ``blocks[i, start:stop]`` to ``out[rows[i], start:stop]``.
 
-        Until that has been waited for, nobody else touches `blocks`.
+        Until that has been waited for, nobody else touches `blocks`. If it raises, nothing is under
+        way.
         """
 
 
@@ -163,7 +164,8 @@ class Staging:
 
     def _settle(self, number: int) -> None:
         """Return when a buffer is free; what went wrong is told to whom the copy belongs."""
-        under_way, self._under_way[number] = self._under_way[number], None
+        under_way = self._under_way[number]
         if under_way is not None:
             with suppress(Exception):
                 under_way.wait()
+            self._under_way[number] = None

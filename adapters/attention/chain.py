@@ -87,8 +87,7 @@ class TierStack:
             if fast is not None:
                 stack.tiers += (DeviceTier(layout, fast, device=device),)
             has_pages = sync is not None and not sync.is_direct
-            is_staged = has_pages and device.type != "cpu"
-            host = None if dram is None else _host_tier(layout, dram, is_staged=is_staged)
+            host = None if dram is None else _host_tier(layout, dram, has_pages=has_pages)
             if host is not None:
                 stack.tiers += (host,)
             if directory is not None:
@@ -97,7 +96,7 @@ class TierStack:
                 if has_pages and host is not None:
                     behind = PagedTier(layout, blocks, host.memory.limit_bytes)
                     host.memory.lend(partial(setattr, behind, "cache_bytes"))
-                    if is_staged:
+                    if device.type != "cpu":
                         staging = Staging(layout, host.memory, CudaCopies(device))
                         host.staging = behind.staging = staging
                 elif sync is not None:
@@ -142,12 +141,12 @@ def stack_for(
     return TierStack(tiers(layout))
 
 
-def _host_tier(layout: BlockLayout, dram: str | int, *, is_staged: bool) -> MemoryTier:
-    """DRAM, its pages locked; where blocks go through staging buffers, those alone are.
+def _host_tier(layout: BlockLayout, dram: str | int, *, has_pages: bool) -> MemoryTier:
+    """DRAM, its pages locked unless the page cache has its part of the limit.
 
-    The page cache has its part of the limit, which locked slots would take a second time.
+    Locked pages are there whether slots fill them or not: the cache would take them again.
     """
-    if is_staged:
+    if has_pages:
         return MemoryTier(layout, Memory(parse_size(dram, "dram"), "dram"), "dram")
     return PinnedTier(layout, dram)
 

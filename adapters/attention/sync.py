@@ -138,7 +138,7 @@ def fit_dram(
 ) -> None:
     """Let sequences have fair shares of DRAM as slots, and in each heads by how much they stall.
 
-    Slots come as they fill; the rest of DRAM is page cache.
+    Slots come as they fill, and go where the shares do; the rest of DRAM is page cache.
 
     segments: those of int64 stored [layers, sequences, KV heads], the blocks of each. stalls:
     [layers, KV heads] >= 0; None for alike.
@@ -153,6 +153,8 @@ def fit_dram(
         most = stored[:, sequence]
         quota[:, sequence] = share_out(share, weights, most.reshape(-1)).reshape(most.shape)
     store.set_quota(segments, quota.reshape(-1), 1)
+    if (total := int(quota.sum())) < store.tiers[1].capacity:
+        store.resize(1, total)
 
 
 def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,11 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stories import SCALE, Story, check_step, prefilled, small
 
-from tierstore.adapters.attention import SparseAttention
-from tierstore.adapters.attention.sync import NEAR, NEAR_SHARE, mapped, near_misses, share_out
+from tierstore.adapters.attention import SparseAttention, chain
+from tierstore.adapters.attention.sync import (
+    NEAR,
+    NEAR_SHARE,
+    SYNC_LEVELS,
+    mapped,
+    near_misses,
+    share_out,
+)
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import ConfigError
 from tierstore.interfaces import BlockScores, Selection
+from tierstore.layout import BlockLayout
+from tierstore.memory import Memory
+from tierstore.sizes import parse_size
+from tierstore.staging import Staging
+from tierstore.tiers import PagedTier, PinnedTier, WriteBehindTier
+from tierstore.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,16 +152,19 @@ def test_slots_and_pages_are_within_the_limit_at_every_moment(tmp_path: Path) ->
     assert disk is not None
     watched = []
 
+    def pages() -> int:
+        return max(disk.cache_bytes, disk.cached_bytes())
+
     def watch(take: Callable[..., Array]) -> Callable[..., Array]:
         def taking(*arguments: object) -> Array:
             taken = take(*arguments)
-            watched.append(memory.used_bytes + taken.nbytes + disk.cache_bytes)
+            watched.append(memory.used_bytes + taken.nbytes + pages())
             return taken
 
         return taking
 
     def resize(nbytes: int) -> None:
-        watched.append(memory.used_bytes - memory.slot_bytes + nbytes + disk.cache_bytes)
+        watched.append(memory.used_bytes - memory.slot_bytes + nbytes + pages())
 
     memory._allocate = watch(memory._allocate)
     slots = memory._slots
@@ -180,6 +197,48 @@ def test_slots_come_as_they_fill_and_are_page_cache_until_then(tmp_path: Path) -
     assert cache[0] - cache[-1] >= capacity[-1] * store.layout.block_bytes
     store.validate()
     engine.close()
+
+
+def test_pages_and_slots_go_to_a_gpu_through_the_same_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How the tiers are put together before a GPU, for which memory and a mock stand."""
+
+    def device_tier(layout: BlockLayout, fast: str, device: torch.device) -> MemoryTier:
+        assert device.type == "cuda"
+        return MemoryTier(layout, Memory(parse_size(fast, "fast"), "fast"), "fast")
+
+    copies = Mock()
+    monkeypatch.setattr(chain, "CudaCopies", copies)
+    monkeypatch.setattr(chain, "DeviceTier", device_tier)
+    sizes = chain.TierSizes("1MiB", "8MiB", tmp_path, None, False, SYNC_LEVELS["c"])
+    device = torch.device("cuda")
+    stack = chain.TierStack.of_sizes(sizes, BlockLayout.kv(16, 8, torch.float32), device)
+    copies.assert_called_once_with(device)
+    _, host, behind = stack.tiers
+    assert isinstance(host, MemoryTier)
+    assert not isinstance(host, PinnedTier), "its pages are in the page cache's part, too"
+    assert isinstance(behind, WriteBehindTier)
+    assert isinstance(behind.tier, PagedTier)
+    assert isinstance(host.staging, Staging)
+    assert host.staging is behind.tier.staging
+    lock, unlock = copies.return_value.lock, copies.return_value.unlock
+    for end in (stack.clear, stack.close):
+        behind.resize(4)
+        assert host.memory.by_purpose()["staging"] >= 4 << 20
+        assert lock.call_count == unlock.call_count + 1
+        end()
+        assert "staging" not in host.memory.by_purpose()
+        assert lock.call_count == unlock.call_count
+
+
+@pytest.mark.parametrize("level", ["a", "c", "d"])
+def test_slots_beside_a_page_cache_are_never_page_locked(level: str, tmp_path: Path) -> None:
+    sizes = chain.TierSizes("1MiB", "8MiB", tmp_path, None, False, SYNC_LEVELS[level])
+    layout = BlockLayout.kv(16, 8, torch.float32)
+    stack = chain.TierStack.of_sizes(sizes, layout, torch.device("cpu"))
+    assert not isinstance(stack.tiers[1], PinnedTier)
+    stack.close()
 
 
 def test_heads_that_stall_more_get_more_slots(tmp_path: Path) -> None:
@@ -219,6 +278,44 @@ def test_slots_are_shared_out_fairly_between_sequences(tmp_path: Path) -> None:
     assert quota[1] == min(wanted, sum(quota) // 2)
     assert quota[0] > 0
     engine.store.validate()
+    engine.close()
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_slots_that_a_long_sequence_leaves_become_page_cache(
+    is_alone: bool, tmp_path: Path
+) -> None:
+    story = Story(small(), sequences=1)
+    engine = SparseAttention(
+        story.geometry, budget=0.1, fast="1MiB", dram="300KiB", disk=tmp_path, sync="d"
+    )
+
+    def live(prompt: int) -> int:
+        number = engine.add_sequence(prompt + 40)
+        for tokens in (prompt, *[1] * 40):
+            for layer in range(2):
+                told = story.tell(layer, tokens)
+                engine.attend(layer, *told, sequences=[number], scale=SCALE)
+        return number
+
+    if not is_alone:
+        long = live(1000)
+        store = engine.store
+        before = store.tiers[1].capacity
+        engine.finish(long)
+    live(200)
+    store, disk = engine.store, mapped(engine.store)
+    batch, memory = engine._running.batch, store.tiers[1].memory
+    assert batch is not None
+    assert disk is not None
+    assert memory is not None
+    quota = int(store.quota(batch.segments_of(0), 1).sum())
+    assert is_alone or quota < before
+    assert store.tiers[1].capacity <= quota
+    others = memory.used_bytes - memory.slot_bytes
+    room = memory.limit_bytes - others - quota * store.layout.block_bytes
+    assert disk.cache_bytes >= room
+    store.validate()
     engine.close()
 
 

@@ -7,14 +7,17 @@ sees other bytes arrive.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
+import torch
 from chains import BLOCK, LAYOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.aligned import ALIGNMENT
+from tierstore.cuda import CudaCopies
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.interfaces import Selection
 from tierstore.memory import Memory
@@ -162,6 +165,47 @@ def test_a_failure_is_told_to_its_own_call_and_leaves_nothing_under_way(failure:
     assert np.array_equal(out[[0, 1, 6, 7]], source[[0, 1, 6, 7]])
     staging.close()
     assert copies.locked == []
+
+
+def test_an_interrupt_while_a_buffer_is_waited_for_leaves_it_in_use() -> None:
+    source, out = numbered(3), np.zeros((3, BLOCK), np.uint8)
+    first, copies = Mock(), Mock()
+    first.wait.side_effect = [KeyboardInterrupt, None]
+    copies.begin.side_effect = [first, Mock()]
+    staging = Staging(LAYOUT, Memory(LIMIT), copies, buffer_bytes=BLOCK, count=1)
+    staging.open()
+    all_of = np.arange(3, dtype=np.int32)
+    staging.send(source, all_of[:1], on_device(out), all_of[:1], [(0, BLOCK)])
+    with pytest.raises(KeyboardInterrupt):
+        staging.send(source, all_of[1:2], on_device(out), all_of[1:2], [(0, BLOCK)])
+    assert copies.begin.call_count == 1
+    staging.send(source, all_of[2:], on_device(out), all_of[2:], [(0, BLOCK)])
+    assert first.wait.call_count == 2
+    staging.close()
+
+
+def test_a_copy_to_a_gpu_that_fails_as_it_begins_is_not_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CuPy and torch are mocks: what is asked of them is all that can be seen without a GPU."""
+    xp, torchs = MagicMock(), Mock()
+    monkeypatch.setattr("tierstore.cuda.cupy", lambda: xp)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *_: torchs)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("current", device))
+    copies = CudaCopies(torch.device("cuda", 1))
+    blocks, rows = numbered(2), np.arange(2, dtype=np.int32)
+    copies.begin(blocks, MagicMock(), rows, 0, BLOCK).wait()
+    torchs.wait_stream.assert_called_once_with(("current", 1))
+    stream = xp.cuda.Stream.return_value
+    stream.wait_event.assert_called_once_with(
+        xp.cuda.get_current_stream.return_value.record.return_value
+    )
+    stream.synchronize.assert_not_called()
+    out = MagicMock()
+    out.__setitem__.side_effect = MemoryError("no room for the rows")
+    with pytest.raises(MemoryError, match="no room"):
+        copies.begin(blocks, out, rows, 0, BLOCK)
+    stream.synchronize.assert_called_once_with()
 
 
 def test_buffers_are_locked_and_charged_while_they_are_there() -> None:
