@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -69,8 +70,8 @@ class HostBuffer:
 class Memory:
     """A limit in bytes, what it is spent on, and the buffer of the slots.
 
-    Invariant: `used_bytes` never exceeds `limit_bytes`. Not thread-safe: the store serialises
-        calls.
+    Invariant: `used_bytes` never exceeds `limit_bytes`. Any thread may take and give. The lock is
+    innermost but for the borrower's own: `on_pressure` is called without it.
 
     Parameters
     ----------
@@ -97,6 +98,7 @@ class Memory:
         self._slots: SlotBuffer = HostBuffer(limit_bytes, name) if slots is None else slots
         self._taken: dict[int, tuple[Array, str]] = {}
         self._taken_bytes = 0
+        self._lock = threading.RLock()
 
     @property
     def is_host(self) -> bool:
@@ -121,27 +123,30 @@ class Memory:
     @property
     def largest_bytes(self) -> int:
         """Bytes of the largest taken array: growing it takes as much again for a while."""
-        return max((array.nbytes for array, _ in self._taken.values()), default=0)
+        with self._lock:
+            return max((array.nbytes for array, _ in self._taken.values()), default=0)
 
     def by_purpose(self) -> dict[str, int]:
         """Bytes used for each purpose, slots included."""
-        total = {"slots": self.slot_bytes}
-        for array, purpose in self._taken.values():
-            total[purpose] = total.get(purpose, 0) + array.nbytes
-        return total
+        with self._lock:
+            total = {"slots": self.slot_bytes}
+            for array, purpose in self._taken.values():
+                total[purpose] = total.get(purpose, 0) + array.nbytes
+            return total
 
     def resize_slots(self, nbytes: int) -> None:
         """Have `nbytes` bytes of slots; CapacityError, and no change, if they do not fit."""
-        if nbytes - self.slot_bytes > self.free_bytes:
-            raise CapacityError(
-                f"{self.name}: slots of {format_size(nbytes)} do not fit beside "
-                f"{format_size(self._taken_bytes)} of other data in a limit of "
-                f"{format_size(self.limit_bytes)}: raise the limit"
-            )
-        self._tell_borrower(nbytes - self.slot_bytes)
-        self._slots.resize(nbytes)
-        self.slot_bytes = nbytes
-        self._note_use()
+        with self._lock:
+            if nbytes - self.slot_bytes > self.free_bytes:
+                raise CapacityError(
+                    f"{self.name}: slots of {format_size(nbytes)} do not fit beside "
+                    f"{format_size(self._taken_bytes)} of other data in a limit of "
+                    f"{format_size(self.limit_bytes)}: raise the limit"
+                )
+            self._tell_borrower(nbytes - self.slot_bytes)
+            self._slots.resize(nbytes)
+            self.slot_bytes = nbytes
+            self._note_use()
 
     def take(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, purpose: str) -> Array:
         """A zeroed array inside the limit; CapacityError if even fewer slots leave no room."""
@@ -150,25 +155,27 @@ class Memory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.free_bytes and self.on_pressure is not None:
             self.on_pressure(nbytes - self.free_bytes)
-        if nbytes > self.free_bytes:
-            spent = [f"{use} {format_size(size)}" for use, size in self.by_purpose().items()]
-            raise CapacityError(
-                f"{self.name}: {purpose} needs {format_size(nbytes)}, but only "
-                f"{format_size(self.free_bytes)} of {format_size(self.limit_bytes)} is left "
-                f"({', '.join(spent)}): raise {self.name}= or lower the budget"
-            )
-        self._tell_borrower(nbytes)
-        array = self._allocate(shape, dtype)
-        self._taken[id(array)] = (array, purpose)
-        self._taken_bytes += nbytes
-        self._note_use()
-        return array
+        with self._lock:
+            if nbytes > self.free_bytes:
+                spent = [f"{use} {format_size(size)}" for use, size in self.by_purpose().items()]
+                raise CapacityError(
+                    f"{self.name}: {purpose} needs {format_size(nbytes)}, but only "
+                    f"{format_size(self.free_bytes)} of {format_size(self.limit_bytes)} is left "
+                    f"({', '.join(spent)}): raise {self.name}= or lower the budget"
+                )
+            self._tell_borrower(nbytes)
+            array = self._allocate(shape, dtype)
+            self._taken[id(array)] = (array, purpose)
+            self._taken_bytes += nbytes
+            self._note_use()
+            return array
 
     def give(self, array: Array) -> None:
         """Return an array from `take`, which must be that very object."""
-        del self._taken[id(array)]
-        self._taken_bytes -= array.nbytes
-        self._note_use()
+        with self._lock:
+            del self._taken[id(array)]
+            self._taken_bytes -= array.nbytes
+            self._note_use()
 
     def grow(self, array: Array, shape: tuple[int, ...], purpose: str, fill: float = 0) -> Array:
         """`array` with at least that shape: in the low corner of a larger one, `fill` elsewhere."""
@@ -184,19 +191,21 @@ class Memory:
 
     def clear(self) -> None:
         """Forget everything; arrays taken before must no longer be used."""
-        self._taken.clear()
-        self._taken_bytes = self.slot_bytes = self.peak_bytes = 0
-        self._slots.resize(0)
-        self.on_pressure = None
-        self._note_use()
+        with self._lock:
+            self._taken.clear()
+            self._taken_bytes = self.slot_bytes = self.peak_bytes = 0
+            self._slots.resize(0)
+            self.on_pressure = None
+            self._note_use()
 
     def lend(self, borrow: Callable[[int], None]) -> None:
         """Let somebody have the bytes that nothing uses: `borrow` is told how many these are.
 
         It is told before they become fewer, and has given back the rest when it returns.
         """
-        self._borrow = borrow
-        self._note_use()
+        with self._lock:
+            self._borrow = borrow
+            self._note_use()
 
     def _tell_borrower(self, wanted: int) -> None:
         """So many bytes are to be used beyond those that are; negative for fewer."""

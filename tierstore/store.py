@@ -233,7 +233,15 @@ class BlockStore:
         self._moves.evict(level, residency.above(slots))
 
     def make_room(self, level: int, blocks: int) -> None:
-        """Have so many free slots in a tier that all segments share, as far as blocks may leave."""
+        """Have so many free slots in a tier that all segments share, as far as blocks may leave.
+
+        ConfigError for a partitioned tier.
+        """
+        if not self._is_shared(level):
+            raise ConfigError(
+                f"{self.tiers[level].name}: segments have capacities of their own there: expected "
+                "a tier that all share, or lower a quota"
+            )
         with self._changing():
             need = np.array([blocks - self._moves.residency[level].free_slots], np.int64)
             if need[0] > 0:
@@ -287,11 +295,12 @@ class BlockStore:
         def shrink(nbytes: int) -> None:
             memory, residency = self.tiers[level].memory, self._moves.residency[level]
             assert memory is not None
-            slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
-            least = int(np.count_nonzero(residency.quota)) if level == 0 < self.backing else 0
-            is_full = level == self.backing and len(residency.above(slots)) > 0
-            if slots >= least and not is_full and not self._visits:
-                self.resize(level, slots)
+            with self._lock:
+                slots = (memory.slot_bytes - nbytes) // self.layout.block_bytes
+                least = int(np.count_nonzero(residency.quota)) if level == 0 < self.backing else 0
+                is_full = level == self.backing and len(residency.above(slots)) > 0
+                if slots >= least and not is_full and not self._visits:
+                    self.resize(level, slots)
 
         return shrink
 

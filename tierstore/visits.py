@@ -141,7 +141,8 @@ class PendingVisit:
 class Visits:
     """The live visits of one store: several at once where they share no domain of the top tier.
 
-    Invariant: while a visit is live, no tier is resized and nothing is written to the backing one.
+    Invariant: while a visit is live, no tier shrinks, those between the top and the backing one
+    grow under the lock only, and nothing is written to the backing one.
     """
 
     def __init__(self, moves: Transfers, lock: threading.RLock) -> None:

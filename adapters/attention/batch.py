@@ -72,7 +72,7 @@ class Batch:
         blocks = self.lanes.blocks(preset)
         partitioned = 2 if rules.sync is not None and rules.sync.pinned else 1
         fair = [FairShares(LRU()) for _ in tiers[1 + partitioned :]]
-        policies: list[EvictionPolicy] = [*[LRU() for _ in tiers[1:][:partitioned]], *fair]
+        policies: list[EvictionPolicy] = [*[LRU() for _ in tiers[1 : 1 + partitioned]], *fair]
         profile: ReuseProfile | None = None
         if rules.recalibrate is not None:
             policies[0] = profile = ReuseProfile(preset.policy(), rules.recalibrate // 4)

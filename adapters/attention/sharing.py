@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 class Sharing:
     """Shares tiers and budgets out between the sequences, layers and heads of a batch.
 
+    Parameters
+    ----------
+    fair: policies of the tiers that all segments share.
+
     Attributes
     ----------
     lanes: which sequences there are.
-    fair: policies of the tiers that all segments share.
     plan: how window and budget are shared out now; None for alike.
     most_residents: blocks that a row attends to at most beside its selection.
     """
@@ -48,7 +51,7 @@ class Sharing:
         profile: ReuseProfile | None,
         fair: Sequence[FairShares],
     ) -> None:
-        self.fair = fair
+        self._fair = fair
         self._rules, self._store, self._layers = rules, store, layers
         self._profile = profile
         self._is_fitted = False
@@ -114,7 +117,7 @@ class Sharing:
         """Tell tiers that all segments share which sequence each belongs to."""
         segments = [layer.segments for layer in self._layers]
         lanes = np.repeat(np.arange(len(self.lanes), dtype=np.int32), self._layers[0].heads)
-        for policy in self.fair:
+        for policy in self._fair:
             policy.own(np.concatenate(segments), np.tile(lanes, len(segments)))
 
     def _index_to_come(self, layer: Layer, sealed: Sealed, memory: Memory) -> int:

@@ -334,7 +334,7 @@ def test_a_guess_that_failed_holds_up_no_change(
             raise OSError(5, "layer 1 cannot be read")
         return read(slots, *rest)
 
-    store.tiers[-1].read = failing  # type: ignore[method-assign]
+    store.tiers[-1].read = failing  # type: ignore[assignment, method-assign]
     while is_late and not failed:
         STORY.decode(engine, slice(step, step + 1))
         batch._stages._guesses[1].run.wait_for("fetch")  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +123,46 @@ def test_what_nothing_uses_is_lent_and_back_before_it_is_used() -> None:
     assert lent[-1] == LIMIT - 1_000
     memory.clear()
     assert lent[-1] == LIMIT
+
+
+def test_two_threads_never_take_the_same_bytes() -> None:
+    refused: list[CapacityError] = []
+
+    def take_too() -> None:
+        try:
+            memory.take(60, np.uint8, "work space")
+        except CapacityError as error:
+            refused.append(error)
+
+    other = threading.Thread(target=take_too)
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        if other.ident is None:
+            other.start()
+            other.join(0.3)
+        return np.zeros(shape, dtype)
+
+    memory = Memory(100, "dram", allocate=allocate)
+    memory.take(60, np.uint8, "index")
+    other.join()
+    assert memory.by_purpose() == {"slots": 0, "index": 60}
+    assert len(refused) == 1
+
+
+def test_slots_may_shrink_in_a_thread_that_takes_memory_itself() -> None:
+    memory = Memory(100, "dram")
+    memory.resize_slots(80)
+
+    def shrink(nbytes: int) -> None:
+        memory.resize_slots(80 - nbytes - 10)
+        other = threading.Thread(target=memory.take, args=(10, np.uint8, "index"), daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), "who asks for room keeps others from what they wait for"
+
+    memory.on_pressure = shrink
+    memory.take(30, np.uint8, "work space")
+    assert memory.by_purpose() == {"slots": 60, "index": 10, "work space": 30}
 
 
 def test_growing_keeps_the_low_corner_and_fills_the_rest() -> None:

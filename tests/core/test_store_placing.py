@@ -246,6 +246,14 @@ def test_room_is_made_by_those_who_hold_most(tmp_path: Path) -> None:
     store.close()
 
 
+def test_room_is_not_made_in_a_tier_of_own_capacities(tmp_path: Path) -> None:
+    store = store_of(tmp_path, partitioned=2)
+    for level, name in enumerate(["top", "middle"]):
+        with pytest.raises(ConfigError, match=f"{name}: .* expected a tier that all share"):
+            store.make_room(level, 1)
+    store.close()
+
+
 def test_a_tier_under_the_top_grows_up_to_its_quotas(tmp_path: Path) -> None:
     store = store_of(tmp_path, top=2, middle=0, partitioned=2)
     segments = store.open(2)
