@@ -137,8 +137,11 @@ def test_in_training_keys_count_by_the_root_of_their_attention(
     logits = queries[0].double() @ keys[0].double().T * DIM**-0.5
     masses = logits.softmax(-1).sum((0, 1)).numpy()
 
-    counts = make_index(WeightedPQIndex, dims=16).importance(keys, context)  # type: ignore[attr-defined]
+    weighted = make_index(WeightedPQIndex, dims=16)
+    assert isinstance(weighted, WeightedPQIndex)
+    counts = weighted.importance(keys, context)
 
+    assert counts is not None
     np.testing.assert_allclose(counts[0], np.sqrt(masses / masses.mean() + 0.1), rtol=1e-4)
     for _ in range(2):
         index = make_index(WeightedPQIndex, dims=16)
@@ -146,7 +149,8 @@ def test_in_training_keys_count_by_the_root_of_their_attention(
         index.extend(slice(0, 1), keys, keys, context)
         words.append(index.state()["codewords"])
         monkeypatch.setattr(WeightedPQIndex, "importance", lambda *_: None)
-    assert not np.array_equal(*words)
+    with_counts, without = words
+    assert not np.array_equal(with_counts, without)
 
 
 def test_a_loud_isolated_token_is_found() -> None:
