@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colorsys import hsv_to_rgb
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -47,9 +48,9 @@ def _frontier(
     axis: Axes, findings: Findings, rows: Sequence[Row], name: str, budget: float
 ) -> None:
     nbytes, values = findings.measures["bytes"].values, findings.measures[name].values
-    for number, row in enumerate(rows):
+    for color, row in zip(_colors(rows), rows, strict=True):
         x, y = fmean(nbytes[str(row)]), fmean(values[row.at(budget)])
-        axis.plot(x, y, _marker(row), color=_color(number))
+        axis.plot(x, y, _marker(row), color=color)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set(xlabel="index, bytes per token and KV head", ylabel=_LABELS[name])
@@ -63,9 +64,9 @@ def _curves(
 ) -> None:
     values = findings.measures[name].values
     percent = [100 * budget for budget in budgets]
-    for number, row in enumerate(rows):
+    for color, row in zip(_colors(rows), rows, strict=True):
         means = [fmean(values[row.at(budget)]) for budget in budgets]
-        axis.plot(percent, means, f"{_marker(row)}-", color=_color(number), label=str(row))
+        axis.plot(percent, means, f"{_marker(row)}-", color=color, label=str(row))
     axis.set(xscale="log", xlabel="selected, % of the context", ylabel=_LABELS[name])
     axis.set_xticks(percent, [f"{each:.3g}" for each in percent])
     axis.minorticks_off()
@@ -77,5 +78,8 @@ def _marker(row: Row) -> str:
     return {1: "o", 2: "^", 4: "s"}.get(row.block_tokens, "D")
 
 
-def _color(number: int) -> str:
-    return f"C{number % 10}"
+def _colors(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
+    """One colour for each index, whatever its blocks: all hues, by turns dark and light."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    places = [names.index(row.name) for row in rows]
+    return [hsv_to_rgb(place / len(names), 0.9, (0.55, 0.9)[place % 2]) for place in places]
