@@ -217,6 +217,9 @@ class _Uncounted(Memory):
     def give(self, array: Array) -> None:
         """Nothing was counted."""
 
+    def __reduce__(self) -> tuple[type[_Uncounted], tuple[()]]:
+        return _Uncounted, ()
+
 
 def fewest_misses(requests: Sequence[int], capacity: int) -> int:
     """Misses of the best choice there is, if a key that misses need not come in.
