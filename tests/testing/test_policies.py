@@ -230,9 +230,11 @@ WRONG: dict[str, list[type[RankedPolicy]]] = {
 
 @pytest.fixture
 def without_shrinking() -> Iterator[None]:
-    """That the machine fails is enough here; how is not of interest."""
+    """That the machine fails is enough here, and always or never; how is not of interest."""
     before = settings.get_current_profile_name()
-    profile = settings(settings.get_profile(before), phases=[Phase.generate])
+    profile = settings(
+        settings.get_profile(before), phases=[Phase.generate], derandomize=True, database=None
+    )
     settings.register_profile("without shrinking", profile)
     settings.load_profile("without shrinking")
     yield
