@@ -205,13 +205,17 @@ def test_a_buffer_that_holds_next_to_nothing_is_refused(buffer: int) -> None:
 
 
 def test_what_waits_is_dropped_by_close() -> None:
+    before = set(threading.enumerate())
     gate, tier = gated()
     tier.write(numbered(8), filled(8), numbered(8)).wait()
+    workers = set(threading.enumerate()) - before
+    assert {worker.name for worker in workers} == {"tierstore-write-behind"}
     gate.is_open.set()
     tier.close()
     tier.close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert "tierstore-write-behind" not in names
+    for worker in workers:
+        worker.join(20)
+        assert not worker.is_alive()
 
 
 OPERATIONS = st.lists(
