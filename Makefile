@@ -30,7 +30,7 @@ export HYPOTHESIS_PROFILE
 demo: $(INSTALLED)
 	@mkdir -p build
 	$(BIN)/tierstore generate --document builtin --question builtin --budget 6.25% \
-		--fast 16MiB --dram 64MiB --disk build/demo-kv --compare
+		--fast 12.5% --dram 50% --disk build/demo-kv --compare
 
 # Threads of several processes that wait by spinning would keep each other from the cores.
 test: check

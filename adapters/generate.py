@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = 256
 
 
+def kv_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    from tierstore.adapters.transformers import geometry_of
+
+    shape = geometry_of(model)
+    width = shape.head_dim + shape.value_size
+    return tokens * shape.layers * shape.kv_heads * width * shape.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """The arguments of `tierstore.adapters.transformers.attach`, under the same names."""

@@ -39,8 +39,25 @@ class LoadedModel:
     name: str
 
 
+def fast_dtype(device: torch.device | str) -> torch.dtype:
+    """bfloat16; float32 on a CPU without AVX-512, where torch multiplies bfloat16 without SIMD.
+
+    On a Zen 3 core the matrices of a prompt take 8.5 times as long in bfloat16 as in float32.
+    """
+    is_cpu = torch.device(device).type == "cpu"
+    is_slow = is_cpu and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    return torch.float32 if is_slow else torch.bfloat16
+
+
+def named_dtype(name: str) -> torch.dtype | None:
+    """What `load_model` calls a dtype of the command line; None for ``"auto"``."""
+    return None if name == "auto" else cast("torch.dtype", getattr(torch, name))
+
+
 def load_model(
-    name_or_path: str | os.PathLike[str], dtype: torch.dtype, device: torch.device | str
+    name_or_path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
 ) -> LoadedModel:
     """Load a causal language model for inference.
 
@@ -50,7 +67,7 @@ def load_model(
         ``"smollm2"`` (SmolLM2-135M-Instruct from its own package), a Hugging Face model
         directory, or a ``.gguf`` file, whose weights are unpacked to `dtype`.
     dtype
-        Of weights and activations: float32, bfloat16 or float16.
+        Of weights and activations: float32, bfloat16 or float16; by default `fast_dtype`.
     device
         Where the weights go.
 
@@ -61,12 +78,13 @@ def load_model(
     MissingExtraError
         transformers, or for GGUF one of ``gguf`` and ``accelerate``, is not installed.
     """
-    if dtype not in _DTYPES:
+    if dtype not in (None, *_DTYPES):
         raise ConfigError(
             f"dtype={dtype}: expected one of {', '.join(map(str, _DTYPES))}; "
             "pass for example dtype=torch.bfloat16"
         )
     _check_device(device)
+    dtype = fast_dtype(device) if dtype is None else dtype
     path = _locate(name_or_path)
     _require("transformers")
     if path.is_file():

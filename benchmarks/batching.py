@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.adapters.attention import SparseAttention
+from tierstore.adapters.generate import kv_bytes
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks.findings import Findings
-from tierstore.benchmarks.language import check_window, kv_bytes, real_text, sharing_weights
+from tierstore.benchmarks.language import check_window, real_text, sharing_weights
 from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.indexers import HierarchicalIndex
@@ -71,10 +72,10 @@ def run(say: Say, *, repeat: int = 5, tokens: int = 512) -> Findings:
     """Measure SmolLM2-135M-Instruct; `tokens` of context in the batches that are timed."""
     say(f"loading {DEMO_MODEL}")
     # In 16 bits the model's own matrix products round differently at each batch size.
-    exact = load_model(DEMO_MODEL, torch.float32, "cpu")
+    exact = load_model(DEMO_MODEL, torch.float32)
     same = {name: compare(say, exact, name) for name in BUDGETS}
     del exact
-    return measure(say, load_model(DEMO_MODEL, torch.bfloat16, "cpu"), repeat, tokens, same)
+    return measure(say, load_model(DEMO_MODEL), repeat, tokens, same)
 
 
 def measure(

@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from tierstore.adapters.generate import kv_bytes
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.benchmarks.caches import CACHES, FLOOR_TOKENS, tier_options
 from tierstore.benchmarks.findings import Findings
-from tierstore.benchmarks.language import check_window, kv_bytes, real_text
+from tierstore.benchmarks.language import check_window, real_text
 from tierstore.benchmarks.machine import Machine, file_system_of
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.benchmarks.steps import STEPS, Steps, step_measures
@@ -53,9 +52,9 @@ _RATIOS = (
 def run(
     say: Say, *, repeat: int = 7, tokens: int = 7_000, disk: str | Path | None = None
 ) -> Findings:
-    """Measure SmolLM2-135M-Instruct in bfloat16."""
+    """Measure SmolLM2-135M-Instruct."""
     say(f"loading {DEMO_MODEL}")
-    loaded = load_model(DEMO_MODEL, torch.bfloat16, "cpu")
+    loaded = load_model(DEMO_MODEL)
     return measure(say, loaded, repeat=repeat, tokens=tokens, disk=disk or tempfile.gettempdir())
 
 

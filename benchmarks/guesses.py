@@ -49,7 +49,7 @@ CONFIGURATIONS = {
 def run(say: Say, *, tokens: int = 6_000) -> Findings:
     """Measure on SmolLM2-135M-Instruct."""
     say(f"loading {DEMO_MODEL}")
-    return measure(say, load_model(DEMO_MODEL, torch.bfloat16, "cpu"), tokens=tokens)
+    return measure(say, load_model(DEMO_MODEL), tokens=tokens)
 
 
 def measure(say: Say, loaded: LoadedModel, *, tokens: int, steps: int = STEPS) -> Findings:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-import torch
-
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.adapters.presets import PRESETS, Preset
 from tierstore.benchmarks.distance import distances
@@ -88,9 +86,9 @@ def _ratios() -> list[Ratio]:
 
 
 def run(say: Say, *, tokens: int = 6_000) -> Findings:
-    """Measure SmolLM2-135M-Instruct in bfloat16."""
+    """Measure SmolLM2-135M-Instruct."""
     say(f"loading {DEMO_MODEL}")
-    return measure(say, load_model(DEMO_MODEL, torch.bfloat16, "cpu"), tokens=tokens)
+    return measure(say, load_model(DEMO_MODEL), tokens=tokens)
 
 
 def measure(

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from rich.table import Table
 
 from tierstore.adapters.cli.pictures import new_figure
@@ -75,7 +74,7 @@ def run(
     model: str = DEMO_MODEL,
     plot: str | None = None,
 ) -> Findings:
-    """Measure a model in bfloat16, or captures of one."""
+    """Measure a model, or captures of one."""
     plan = Plan(rows_of(INDEXES, _listed(indexes)), parts=_parts(parts, captures))
     if plot is not None:
         new_figure(1, 1, plot)  # Refuses what could not be drawn after all the work.
@@ -85,7 +84,7 @@ def run(
     else:
         texts = [read_document(name).text for name in _listed(documents) or ()]
         say(f"loading {model}")
-        loaded = load_model(model, torch.bfloat16, "cpu")
+        loaded = load_model(model)
         read = token_lists(loaded, tokens + steps, texts)
         findings = measure(say, loaded, read, plan, steps=steps)
     if plot is not None:

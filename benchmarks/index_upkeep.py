@@ -68,7 +68,7 @@ CONFIGURATIONS = {
 def build_measure(say: Say, rounds: int) -> Measure:
     """Seconds of the demo model's prefill, and of building each index from its keys."""
     say(f"loading {DEMO_MODEL}")
-    loaded = load_model(DEMO_MODEL, torch.bfloat16, "cpu")
+    loaded = load_model(DEMO_MODEL)
     text = real_text(loaded.tokenizer, TOKENS + 1)
     kept = capture(loaded.model, text, 1, window=16)
     subject = Subject(loaded.model, None)

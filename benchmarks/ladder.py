@@ -118,7 +118,7 @@ def run(
 
 def _captured(say: Say) -> Capture:
     say(f"{DEMO_MODEL} reads {CAPTURED:,} tokens")
-    loaded = load_model(DEMO_MODEL, torch.bfloat16, "cpu")
+    loaded = load_model(DEMO_MODEL)
     steps = STEPS + PROBE
     text = real_text(loaded.tokenizer, CAPTURED + steps)
     return capture(loaded.model, text, steps, name=loaded.name, document="pydoc topics")

@@ -66,7 +66,7 @@ def run(say: Say, *, tokens: int = 4_096, captures: str | None = None) -> Findin
     if captures is not None:
         return measure(say, [Capture.load(Path(name)) for name in captures.split(",")])
     say(f"loading {DEMO_MODEL}")
-    loaded = load_model(DEMO_MODEL, torch.bfloat16, "cpu")
+    loaded = load_model(DEMO_MODEL)
     seen = []
     for start in STARTS:
         text = real_text(loaded.tokenizer, tokens + STEPS, start)

@@ -13,16 +13,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.attention.prefixes import Prefixes
-from tierstore.adapters.generate import TierOptions, next_logits
+from tierstore.adapters.generate import TierOptions, kv_bytes, next_logits
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.benchmarks import fio
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.keyed import full_segments
-from tierstore.benchmarks.language import check_window, kv_bytes, real_text
+from tierstore.benchmarks.language import check_window, real_text
 from tierstore.benchmarks.machine import Machine, file_system_of
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.benchmarks.workload import forget
@@ -57,9 +55,9 @@ class _Round(NamedTuple):
 def run(
     say: Say, *, repeat: int = 3, tokens: int = 8_000, disk: str | Path | None = None
 ) -> Findings:
-    """Measure SmolLM2-135M-Instruct in bfloat16."""
+    """Measure SmolLM2-135M-Instruct."""
     say(f"loading {DEMO_MODEL}")
-    loaded = load_model(DEMO_MODEL, torch.bfloat16, "cpu")
+    loaded = load_model(DEMO_MODEL)
     return measure(say, loaded, repeat=repeat, tokens=tokens, disk=disk or tempfile.gettempdir())
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.benchmarks.distance import STEPS, distances
 from tierstore.benchmarks.facts import BUDGET, FACTS, Fact, answers
@@ -22,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def run(say: Say, *, tokens: int = 6_000) -> Findings:
-    """Measure SmolLM2-135M-Instruct in bfloat16."""
+    """Measure SmolLM2-135M-Instruct."""
     say(f"loading {DEMO_MODEL}")
-    return measure(say, load_model(DEMO_MODEL, torch.bfloat16, "cpu"), tokens=tokens)
+    return measure(say, load_model(DEMO_MODEL), tokens=tokens)
 
 
 def measure(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tierstore.adapters.cli.trace_file import read_attention
 from tierstore.adapters.models import DEMO_MODEL, load_model
@@ -208,7 +207,7 @@ def _record(say: Say, tokens: int) -> list[AttentionTrace]:
     from tierstore.adapters.cli.recording import record_trace
 
     say(f"loading {DEMO_MODEL}")
-    loaded = load_model(DEMO_MODEL, torch.bfloat16, "cpu")
+    loaded = load_model(DEMO_MODEL)
     traces = []
     for start in STARTS:
         text = real_text(loaded.tokenizer, tokens + STEPS, start)

@@ -1,5 +1,6 @@
 """Byte sizes, budgets and other amounts as people write them."""
 
+import math
 import re
 
 from tierstore.arguments import MOST_WHOLE, is_whole
@@ -36,6 +37,21 @@ def parse_size(size: int | str, what: str = "size") -> int:
     if value > MOST_WHOLE:
         raise ConfigError(f"{what}={size!r:.40}: expected less than 8 EiB, for example '16MiB'")
     return value
+
+
+def parse_size_of(size: str, whole: int, what: str) -> int:
+    """`parse_size`, and ``"12.5%"`` for a share in (0, 1] of `whole` bytes, rounded up."""
+    if not size.strip().endswith("%"):
+        return parse_size(size, what)
+    try:
+        share = float(size.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"{what}={size!r}: expected a share above 0% and up to 100%, or a size such as 16MiB"
+        )
+    return parse_size(math.ceil(share * whole), what)
 
 
 def format_size(size: float) -> str:

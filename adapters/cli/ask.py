@@ -15,9 +15,17 @@ from tierstore.adapters.cli.summary import print_summary
 from tierstore.adapters.cli.text import visible
 from tierstore.adapters.cli.timeline import save_timeline
 from tierstore.adapters.documents import Document, build_prompt, builtin_document
-from tierstore.adapters.generate import TierOptions, check_length, compare, end_tokens, generate
-from tierstore.adapters.models import LoadedModel, load_model
+from tierstore.adapters.generate import (
+    TierOptions,
+    check_length,
+    compare,
+    end_tokens,
+    generate,
+    kv_bytes,
+)
+from tierstore.adapters.models import LoadedModel, load_model, named_dtype
 from tierstore.adapters.presets import preset_named
+from tierstore.sizes import parse_size_of
 from tierstore.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ def ask(options: argparse.Namespace, document: Document | None) -> None:
     """Generate as `options` say, from the built-in document where there is no other, and report."""
     preset_named(options.preset)
     with waiting(f"loading {options.model}"):
-        loaded = load_model(options.model, getattr(torch, options.dtype), options.device)
+        loaded = load_model(options.model, named_dtype(options.dtype), options.device)
     tokenizer, ends = loaded.tokenizer, end_tokens(loaded.model)
     document = document or builtin_document(tokenizer)
     if options.question is not None:
@@ -40,10 +48,11 @@ def ask(options: argparse.Namespace, document: Document | None) -> None:
     print(visible(document.question), end="\n\n", flush=True)
     timeline = None if options.timeline is None else Timeline(loaded.name)
     with Screen(tokenizer, document.begun_answer, ends, options.max_new_tokens) as screen:
-        tiers = replace(_tiers(options), timeline=timeline)
+        whole = kv_bytes(loaded.model, len(prompt) + options.max_new_tokens)
+        tiers = replace(_tiers(options, whole), timeline=timeline)
         work = compare if options.compare else generate
         result = work(loaded.model, prompt, options.max_new_tokens, tiers, screen)
-    outcome = _outcome(loaded, options.dtype, document, result)
+    outcome = _outcome(loaded, document, result)
     print_summary(outcome)
     if options.json is not None:
         write_json(options.json, outcome.to_dict())
@@ -51,12 +60,18 @@ def ask(options: argparse.Namespace, document: Document | None) -> None:
         save_timeline(timeline, options.timeline)
 
 
-def _tiers(options: argparse.Namespace) -> TierOptions:
+def _tiers(options: argparse.Namespace, whole: int) -> TierOptions:
+    """The options for keys and values of `whole` bytes."""
+
+    def size(name: str) -> int | None:
+        limit = getattr(options, name)
+        return None if limit is None else parse_size_of(limit, whole, name)
+
     return TierOptions(
         preset=options.preset,
         budget=options.budget,
-        fast=options.fast,
-        dram=options.dram,
+        fast=size("fast"),
+        dram=size("dram"),
         disk=options.disk,
         disk_codec=options.disk_codec,
         keep=options.keep,
@@ -68,12 +83,12 @@ def _tiers(options: argparse.Namespace) -> TierOptions:
     )
 
 
-def _outcome(loaded: LoadedModel, dtype: str, document: Document, result: Result) -> Outcome:
+def _outcome(loaded: LoadedModel, document: Document, result: Result) -> Outcome:
     comparison = result.comparison
     return Outcome(
         model=loaded.name,
         device=_name(loaded.model.device),
-        dtype=dtype,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
         document=document,
         result=result,
         answer=_answer(loaded, result.generation),

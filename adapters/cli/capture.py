@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import (
-    DTYPES,
     add_model_options,
     add_text_options,
+    check_dtype,
     prepare_libraries,
 )
 from tierstore.adapters.documents import read_document
 from tierstore.arguments import check_whole
-from tierstore.errors import ConfigError
 from tierstore.sizes import MOST, format_size, parse_size
 from tierstore.whole_file import check_target
 
@@ -57,8 +56,7 @@ def run(options: argparse.Namespace) -> None:
     """Check what can be checked without a model, then capture."""
     for name in ("tokens", "steps", "window"):
         check_whole(name, getattr(options, name), 1, MOST)
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     parse_size(options.limit, "limit")
     check_target(options.file, "file")
     document = read_document(options.document)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from tierstore.adapters.capture import capture
 from tierstore.adapters.cli.screen import waiting
 from tierstore.adapters.documents import beginning
-from tierstore.adapters.models import load_model
+from tierstore.adapters.models import load_model, named_dtype
 
 if TYPE_CHECKING:
     import argparse
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 def capture_document(options: argparse.Namespace, document: Document) -> Capture:
     """Capture as `options` say."""
     with waiting(f"loading {options.model}"):
-        loaded = load_model(options.model, getattr(torch, options.dtype), "cpu")
+        loaded = load_model(options.model, named_dtype(options.dtype))
     text = beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
     with waiting(f"reading {options.tokens:,} tokens and {options.steps} steps"):
         return capture(

@@ -11,7 +11,7 @@ from tierstore.arguments import check_whole
 from tierstore.ephemeral import PrivateDirectory
 from tierstore.errors import ConfigError
 from tierstore.hysteresis import parse_hysteresis
-from tierstore.sizes import MOST, check_window, parse_budget, parse_size
+from tierstore.sizes import MOST, check_window, parse_budget, parse_size_of
 from tierstore.whole_file import check_target
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.cli import Subparsers
 
 BUILTIN = "builtin"
-DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DESCRIPTION = """
 Answer a question about a document with keys and values on a disk, in DRAM and in a bounded fast
 tier. The prompt is computed exactly; then each new token attends to the blocks that matter. Nothing
@@ -37,8 +37,16 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
         help="the demo model, a Hugging Face model directory or a GGUF file; default: %(default)s",
     )
     parser.add_argument(
-        "--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}; default: %(default)s"
+        "--dtype",
+        default="auto",
+        help=f"{', '.join(_DTYPES)}; default: %(default)s, bfloat16 where it is fast",
     )
+
+
+def check_dtype(name: str) -> None:
+    """ConfigError for what is no ``--dtype``."""
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name!r}: expected one of {', '.join(_DTYPES)}")
 
 
 def add_text_options(parser: argparse._ActionsContainer, steps: int) -> None:
@@ -108,9 +116,10 @@ def _add_tier_options(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--fast",
         metavar="SIZE",
-        help="limit of the fast tier, for example 16MiB: GPU memory, without a GPU ordinary memory",
+        help="limit of the fast tier, for example 16MiB, or 12.5%% of the keys and values of all "
+        "tokens: GPU memory, without a GPU ordinary memory",
     )
-    tiers.add_argument("--dram", metavar="SIZE", help="limit of the DRAM tier")
+    tiers.add_argument("--dram", metavar="SIZE", help="limit of the DRAM tier, in the same way")
     tiers.add_argument(
         "--disk", metavar="DIR", help="directory of the disk tier, which then holds every block"
     )
@@ -171,8 +180,7 @@ def _check(options: argparse.Namespace) -> None:
             f"question={BUILTIN!r}: only the built-in document has one; pass a question of your own"
         )
     check_whole("max_new_tokens", options.max_new_tokens, 1, MOST)
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     _check_tiers(options)
     if options.json is not None:
         check_target(options.json, "json")
@@ -185,7 +193,8 @@ def _check_tiers(options: argparse.Namespace) -> None:
         parse_budget(options.budget)
     for name in ("fast", "dram"):
         if getattr(options, name) is not None:
-            parse_size(getattr(options, name), name)
+            # Of which size it is a share is known when the prompt is.
+            parse_size_of(getattr(options, name), MOST, name)
     if options.fast is None and options.dram is None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
     if options.hysteresis is not None:

@@ -6,9 +6,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import (
-    DTYPES,
     add_model_options,
     add_text_options,
+    check_dtype,
     prepare_libraries,
 )
 from tierstore.adapters.cli.json_file import write_json
@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> None:
         check_whole(name, getattr(options, name), 1, MOST)
     if options.steps < 16:
         raise ConfigError(f"steps={options.steps}: expected at least 16 to learn from")
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     if options.budget is not None:
         parse_budget(options.budget)
     if options.window is not None:

@@ -14,7 +14,7 @@ from tierstore.adapters.capture import capture
 from tierstore.adapters.cli.recording import record_trace
 from tierstore.adapters.documents import beginning
 from tierstore.adapters.generate import check_length
-from tierstore.adapters.models import load_model
+from tierstore.adapters.models import load_model, named_dtype
 from tierstore.adapters.planner.tuning import Sample, Tuner
 from tierstore.adapters.presets import preset_named
 from tierstore.kernels.element import to_tensor
@@ -43,7 +43,7 @@ def profile(options: argparse.Namespace, document: Document, say: Say) -> tuple[
     preset = preset_named(options.preset)
     budget = parse_budget(preset.budget if options.budget is None else options.budget)
     say(f"loading {options.model}")
-    loaded = load_model(options.model, getattr(torch, options.dtype), "cpu")
+    loaded = load_model(options.model, named_dtype(options.dtype))
     check_length(loaded.model, options.tokens, options.steps)
     text = beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
     name = Path(options.document).name
@@ -58,7 +58,7 @@ def profile(options: argparse.Namespace, document: Document, say: Say) -> tuple[
     context, forced = text[: options.tokens], text[options.tokens :]
     trace = record_trace(loaded, context, forced, options.steps, exact, document=name)
     plan = plan_of([trace], window=tuned.window, budget=budget)
-    return _finished(plan, tuned, options, budget), tuned
+    return _finished(plan, tuned, options, budget, seen.dtype), tuned
 
 
 def _selected(options: argparse.Namespace, budget: float) -> int:
@@ -98,14 +98,17 @@ def samples_of(seen: Capture, layers: int = _LAYERS) -> list[Sample]:
     ]
 
 
-def _finished(plan: Plan, tuned: Tuned, options: argparse.Namespace, budget: float) -> Plan:
+def _finished(
+    plan: Plan, tuned: Tuned, options: argparse.Namespace, budget: float, dtype: torch.dtype
+) -> Plan:
     """The plan with what tuning chose and, if there is memory to share out, the pinned split."""
     facts = dict(plan.facts) | {"tuned_for": options.preset, "batch": options.batch}
     pinned = None
     if options.dram is not None and plan.misses is not None:
         size = parse_size(options.dram, "dram")
-        element = getattr(torch, options.dtype).itemsize
-        budgets = _selected(options, budget) * 2 * plan.head_dim * element * plan.windows.size
+        budgets = (
+            _selected(options, budget) * 2 * plan.head_dim * dtype.itemsize * plan.windows.size
+        )
         pinned = pinned_below(plan.misses, plan.windows, size / budgets, plan.shares)
         facts["pinned_bytes"] = size
     settings = Tuning(tuned.tokens_per_centroid, tuned.micro_batch)

@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.attention.selectable import SelectableShare
 from tierstore.adapters.cli.screen import waiting
 from tierstore.adapters.documents import beginning
 from tierstore.adapters.generate import check_length, next_logits
-from tierstore.adapters.models import load_model
+from tierstore.adapters.models import load_model, named_dtype
 from tierstore.adapters.presets import preset_named
 from tierstore.sizes import parse_budget
 from tierstore.traces.recorder import AttentionRecorder
@@ -40,7 +38,7 @@ def record(options: argparse.Namespace, document: Document) -> AttentionTrace:
     if options.budget is not None:
         preset = replace(preset, budget=parse_budget(options.budget))
     with waiting(f"loading {options.model}"):
-        loaded = load_model(options.model, getattr(torch, options.dtype), "cpu")
+        loaded = load_model(options.model, named_dtype(options.dtype))
     check_length(loaded.model, options.tokens, options.steps)
     text = beginning(loaded.tokenizer, document.text, options.tokens + options.steps)
     context, forced = text[: options.tokens], text[options.tokens :]

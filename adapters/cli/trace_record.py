@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.cli.generate import (
-    DTYPES,
     add_model_options,
     add_text_options,
+    check_dtype,
     prepare_libraries,
 )
 from tierstore.adapters.documents import read_document
@@ -62,8 +62,7 @@ def run(options: argparse.Namespace) -> None:
             f"block_tokens={options.block_tokens}: expected blocks that are shorter than the "
             f"context of {options.tokens} tokens"
         )
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype={options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     if options.budget is not None:
         parse_budget(options.budget)
     check_target(options.trace, "trace")

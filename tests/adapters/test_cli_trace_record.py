@@ -85,7 +85,7 @@ def test_a_generated_text_differs_from_a_given_one(tiny: Path) -> None:
         (["--block-tokens", "9" * 20], "block_tokens=99999999999999999999: expected a whole"),
         (["--tokens", "9" * 20], "tokens=99999999999999999999: expected a whole number from 1 to"),
         (["--budget", "120%"], "budget='120%': expected a share"),
-        (["--dtype", "int8"], "dtype='int8': expected one of bfloat16"),
+        (["--dtype", "int8"], "dtype='int8': expected one of auto, bfloat16"),
         (["--preset", "none"], "preset='none': expected one of"),
         (["--tokens", "500"], "the document has"),
         (["--preset", "full"], "expected one that scores all blocks"),

@@ -15,7 +15,7 @@ import torch
 from byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tiny_models import llama
 
-from tierstore.adapters.models import load_model
+from tierstore.adapters.models import fast_dtype, load_model
 from tierstore.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -52,6 +52,19 @@ def test_a_directory_is_loaded_in_the_asked_dtype(saved: Path, dtype: torch.dtyp
     assert not loaded.model.training
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("Grüße")) == "Grüße"
     assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [("AVX512", torch.bfloat16), ("AVX2", torch.float32), ("DEFAULT", torch.float32)],
+)
+def test_by_default_a_model_gets_the_dtype_that_the_processor_multiplies_fast(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capability: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert {weight.dtype for weight in load_model(saved).model.parameters()} == {dtype}
+    assert fast_dtype("cpu") == dtype
+    assert fast_dtype("cuda") == torch.bfloat16
 
 
 def test_loading_is_quiet(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.sizes import MOST, check_window, format_size, parse_budget, parse_size
+from tierstore.sizes import MOST, check_window, format_size, parse_budget, parse_size, parse_size_of
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,20 @@ from tierstore.sizes import MOST, check_window, format_size, parse_budget, parse
 )
 def test_sizes_are_bytes(size: int | str, expected: int) -> None:
     assert parse_size(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("12.5%", 125), ("100%", 1000), (" 0.01 %", 1), ("33.33%", 334), ("2KiB", 2048)],
+)
+def test_sizes_may_be_shares_of_a_whole(size: str, expected: int) -> None:
+    assert parse_size_of(size, 1000, "dram") == expected
+
+
+@pytest.mark.parametrize("size", ["%", "0%", "-5%", "100.1%", "nan%", "inf%", "a%", "5%%"])
+def test_what_is_no_share_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match="expected a share above 0% and up to 100%"):
+        parse_size_of(size, 1000, "dram")
 
 
 @pytest.mark.parametrize(
