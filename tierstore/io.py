@@ -60,13 +60,14 @@ class FileIO:
 
     @property
     def reads_many(self) -> bool:
-        """Whether `read_many` does what it says: `read` is the system's, and has a ring."""
-        return type(self).read is FileIO.read and _rings.are_there()
+        """Whether `read_many` does what it says: reads are the system's, and it has a ring."""
+        own = type(self).read, type(self).read_into
+        return own == (FileIO.read, FileIO.read_into) and _rings.are_there()
 
     def read_many(
-        self, reads: Sequence[tuple[int, int, WriteableBuffer]]
+        self, reads: Sequence[tuple[int, int, Sequence[WriteableBuffer]]]
     ) -> Generator[tuple[int, int], None, None]:
-        """Fill buffers of (fd, offset, buffer), many at once: each position, with its bytes read.
+        """`read_into` of (fd, offset, buffers), many at once: each position, with its bytes read.
 
         In the order in which they are done. What comes short, or not at all, is to be asked for by
         `read`, which says why; so is everything unless `reads_many`.

@@ -128,19 +128,17 @@ class _Batch:
             call()
 
     def _read_many(self, io: FileIO, runs: list[list[int]]) -> list[list[int]]:
-        """Read requests that stand alone, many at once; returns the runs that are left."""
-        single = [run[0] for run in runs if len(run) == 1]
-        done = set()
-        reading = io.read_many([self._requests[number][:3] for number in single])
-        with closing(reading):
+        """Read many runs at once; returns those that are left."""
+        own = [[self._requests[number] for number in run] for run in runs]
+        wanted = [(each[0].fd, each[0].offset, [read.buffer for read in each]) for each in own]
+        left = dict(enumerate(runs))
+        with closing(io.read_many(wanted)) as reading:
             for position, count in reading:
-                request = self._requests[single[position]]
-                if count == memoryview(request.buffer).nbytes:
-                    self._outcomes[single[position]] = _checked(request)
-                    done.add(single[position])
+                if count == _nbytes(wanted[position][2]):
+                    self._note(left.pop(position), own[position])
                 if self.is_cancelled:
                     break
-        return [run for run in runs if run[0] not in done]
+        return list(left.values())
 
     def _fail(self, runs: list[list[int]], error: Exception) -> None:
         for run in runs:
@@ -156,11 +154,15 @@ class _Batch:
             count = io.read_into(requests[0].fd, buffers, requests[0].offset)
         except OSError:
             return False
-        if count != sum(memoryview(buffer).nbytes for buffer in buffers):
+        if count != _nbytes(buffers):
             return False
+        self._note(run, requests)
+        return True
+
+    def _note(self, run: list[int], requests: Sequence[Read]) -> None:
+        """The outcomes of requests whose bytes are there."""
         for number, request in zip(run, requests, strict=True):
             self._outcomes[number] = _checked(request)
-        return True
 
     def cancel(self) -> None:
         """Begin no more runs."""
@@ -221,6 +223,10 @@ def _merged(requests: Sequence[Read]) -> list[list[int]]:
             nbytes = size
         end = (fd, offset + size)
     return runs
+
+
+def _nbytes(buffers: Sequence[WriteableBuffer]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def _outcome(io: FileIO, request: Read) -> Exception | None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _SETUP, _ENTER = 425, 426
 _GET_EVENTS = 1
-_READ = 22
+_READ_VECTOR = 1
 _SUBMISSIONS_AT = 0x10000000
 _NEEDED = 1 | 8
-"""One map for both queues, and a kernel that knows plain reads."""
+"""One map for both queues, and a kernel in which no entry gets lost."""
 _AGAIN = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 _SUBMISSION = np.dtype(
@@ -37,6 +37,7 @@ _SUBMISSION = np.dtype(
         "itemsize": 64,
     }
 )
+_PIECE = np.dtype([("address", "<u8"), ("size", "<u8")])
 _COMPLETION = np.dtype([("user", "<u8"), ("result", "<i4"), ("flags", "<u4")])
 
 DEPTH = 64
@@ -71,20 +72,24 @@ class Ring:
         return np.frombuffer(self._map, np.uint32, count, at)
 
     def read(
-        self, reads: Sequence[tuple[int, int, WriteableBuffer]]
+        self, reads: Sequence[tuple[int, int, Sequence[WriteableBuffer]]]
     ) -> Generator[tuple[int, int], None, None]:
-        """Fill buffers: the position of each (fd, offset, buffer) as it is done, and its bytes.
+        """Fill buffers: the position of each (fd, offset, buffers) as it is done, and its bytes.
 
-        A negative number of bytes is an error of the system. Closed early, it waits for what is
+        A read fills its buffers one after the other, at most 1,024. A negative number of bytes is an error of the system. Closed early, it waits for what is
         under way: no buffer changes afterwards. OSError if the ring fails: close it then.
         """
-        views = [np.frombuffer(memoryview(buffer), np.uint8) for _, _, buffer in reads]
+        views = [np.frombuffer(buffer, np.uint8) for *_, buffers in reads for buffer in buffers]
+        pieces = np.empty(len(views), _PIECE)
+        pieces["address"] = [view.__array_interface__["data"][0] for view in views]
+        pieces["size"] = [view.nbytes for view in views]
+        counts = np.array([len(buffers) for *_, buffers in reads], np.uint64)
         requests = np.zeros(len(reads), _SUBMISSION)
-        requests["opcode"] = _READ
+        requests["opcode"] = _READ_VECTOR
         requests["fd"] = [fd for fd, _, _ in reads]
         requests["offset"] = [offset for _, offset, _ in reads]
-        requests["address"] = [view.__array_interface__["data"][0] for view in views]
-        requests["size"] = [view.nbytes for view in views]
+        requests["address"] = pieces.ctypes.data + (counts.cumsum() - counts) * _PIECE.itemsize
+        requests["size"] = counts
         requests["user"] = np.arange(len(reads))
         begun = done = 0
         try:
@@ -98,7 +103,7 @@ class Ring:
                 yield from found
         finally:
             self._drain()
-            del views
+            del views, pieces
 
     @property
     def _under_way(self) -> int:

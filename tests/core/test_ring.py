@@ -46,19 +46,38 @@ def requests(fd: int, count: int, seed: int = 1) -> list[tuple[int, int, bytearr
     return [(fd, choose.randrange(SIZE - size), bytearray(size)) for size in sizes]
 
 
+def as_lists(
+    reads: list[tuple[int, int, bytearray]],
+) -> list[tuple[int, int, list[bytearray]]]:
+    return [(fd, at, [buffer]) for fd, at, buffer in reads]
+
+
 @pytest.mark.parametrize("count", [0, 1, DEPTH - 1, DEPTH, DEPTH + 1, 1000])
 def test_every_buffer_is_filled_once(ring: Ring, fd: int, count: int) -> None:
     """More than the queues hold, and twice, so that they go round."""
     for seed in (1, 2):
         reads = requests(fd, count, seed)
-        done = sorted(ring.read(reads))
+        done = sorted(ring.read(as_lists(reads)))
         assert done == [(i, len(buffer)) for i, (_, _, buffer) in enumerate(reads)]
         assert all(buffer == CONTENT[at : at + len(buffer)] for _, at, buffer in reads)
 
 
+def test_a_read_fills_several_buffers(ring: Ring, fd: int) -> None:
+    choose = random.Random(2)
+    reads = [
+        (fd, 2000 * i, [bytearray(choose.randrange(1, 90)) for _ in range(choose.randrange(1, 20))])
+        for i in range(300)
+    ]
+    counts = dict(ring.read(reads))
+    for number, (_, at, buffers) in enumerate(reads):
+        together = b"".join(buffers)
+        assert counts[number] == len(together)
+        assert together == CONTENT[at : at + len(together)]
+
+
 def test_the_end_of_a_file_and_errors_are_numbers(ring: Ring, fd: int) -> None:
     reads = [(fd, SIZE - 3, bytearray(8)), (fd, SIZE, bytearray(8)), (-1, 0, bytearray(8))]
-    counts = dict(ring.read(reads))
+    counts = dict(ring.read(as_lists(reads)))
     assert counts[0] == 3
     assert counts[1] == 0
     assert counts[2] < 0
@@ -67,12 +86,12 @@ def test_the_end_of_a_file_and_errors_are_numbers(ring: Ring, fd: int) -> None:
 def test_what_is_under_way_is_done_when_reading_ends_early(ring: Ring, fd: int) -> None:
     """Otherwise the system would write to memory that is somebody else's by then."""
     first = requests(fd, 500)
-    reading = ring.read(first)
+    reading = ring.read(as_lists(first))
     next(reading)
     reading.close()
     before = [bytes(buffer) for _, _, buffer in first]
     again = requests(fd, 300, seed=3)
-    assert sorted(ring.read(again)) == [(i, len(b)) for i, (_, _, b) in enumerate(again)]
+    assert sorted(ring.read(as_lists(again))) == [(i, len(b)) for i, (_, _, b) in enumerate(again)]
     assert [bytes(buffer) for _, _, buffer in first] == before
 
 
@@ -101,6 +120,24 @@ def test_a_bad_place_in_a_large_batch_costs_itself_only(fd: int) -> None:
     outcomes = pool.read(batch)
     assert [i for i, outcome in enumerate(outcomes) if outcome is not None] == [7, 9]
     assert all(isinstance(outcomes[i], OSError) for i in (7, 9))
+    pool.close()
+
+
+def test_a_bad_place_in_a_run_costs_itself_only(fd: int) -> None:
+    """Runs of three reads; the last one ends behind the file, the tenth fails its check."""
+
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    at = [SIZE + 10 - 30 * n - 10 * m for n in range(40) for m in (1, 2, 3)]
+    buffers = [bytearray(10) for _ in at]
+    batch = [Read(fd, *one) for one in zip(at, buffers, strict=True)]
+    batch[10] = Read(fd, at[10], buffers[10], fail)
+    pool = ReadPool(FileIO())
+    outcomes = pool.read(batch)
+    assert [i for i, outcome in enumerate(outcomes) if outcome is not None] == [0, 10]
+    assert isinstance(outcomes[10], ValueError)
+    assert all(b == CONTENT[a : a + 10] for a, b in zip(at[1:], buffers[1:], strict=True))
     pool.close()
 
 
@@ -148,7 +185,7 @@ def test_a_seam_that_is_not_the_systems_is_asked_read_by_read(fd: int) -> None:
 
     io = Counting()
     assert not io.reads_many
-    assert list(io.read_many([(fd, 0, bytearray(4))])) == []
+    assert list(io.read_many([(fd, 0, [bytearray(4)])])) == []
     pool = ReadPool(io)
     assert pool.read([Read(*one) for one in requests(fd, 200)]) == [None] * 200
     assert Counting.reads >= 200

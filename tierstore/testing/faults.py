@@ -314,7 +314,7 @@ class FaultIO(FileIO):
         return False
 
     def read_many(
-        self, reads: Sequence[tuple[int, int, WriteableBuffer]]
+        self, reads: Sequence[tuple[int, int, Sequence[WriteableBuffer]]]
     ) -> Generator[tuple[int, int], None, None]:
         yield from ()  # so that each is asked for by `read`
 
