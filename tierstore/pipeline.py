@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.kernels.threads import shared_by
-from tierstore.schedules import CALLER, SCHEDULES, STAGES, Schedule, Stage, Task, schedule
+from tierstore.schedules import CALLER, SCHEDULES, STAGES, WAITING, Schedule, Stage, Task, schedule
 from tierstore.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Run:
             for position in self._own.get(resource, ()):
                 if not self._wait_for(self._tasks[position].after):
                     return
-                with shared_by(self._unfinished()):
+                with shared_by(self._computing()):
                     _do(self._tasks[position], self._calls, self._timeline)
                 with self._changed:
                     self._is_done[position] = True
@@ -124,10 +124,14 @@ class Run:
                 self._changed.wait()
             return self._error is None
 
-    def _unfinished(self) -> int:
-        """Resources that have work left: so many share the processors."""
+    def _computing(self) -> int:
+        """Resources that compute and have work left: so many share the processors."""
         with self._changed:
-            return sum(not self._is_done[own[-1]] for own in self._own.values())
+            return sum(
+                not self._is_done[own[-1]]
+                for resource, own in self._own.items()
+                if resource not in WAITING
+            )
 
     def wait_for(self, stage: str) -> None:
         """Return when all tasks of a stage are done, or an error keeps them from it."""

@@ -32,6 +32,9 @@ class Stage(NamedTuple):
 CALLER = "device"
 """The resource that is the calling thread: it selects and computes."""
 
+WAITING = ("disk", "link")
+"""Resources whose tasks mostly wait for a device: whoever computes need not leave them a processor."""
+
 STAGES = (
     Stage("select", CALLER),
     Stage("judge", "cpu"),

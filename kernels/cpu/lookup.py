@@ -1,4 +1,7 @@
-"""Table lookups for 64 tokens at once: one byte-permute instruction reads 64 entries (AVX-512)."""
+"""Table lookups for 64 tokens at once, by instructions that permute bytes.
+
+AVX-512 has one that reads 64 entries. That of AVX2 reads 16: the entry is chosen among four.
+"""
 
 import llvmlite.binding
 from llvmlite import ir
@@ -13,15 +16,17 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _F32 = ir.FloatType()
 _BYTES = ir.VectorType(_I8, 64)
-_PAIRS = ir.VectorType(_I16, 32)
+_HALF = ir.VectorType(_I8, 32)
 
 
-def has_byte_permute():
-    """Whether code compiled here may use the instruction: AVX-512 with VBMI."""
+def permuting_bits():
+    """Bits of the registers whose bytes code that is compiled here may permute: 512, 256 or 0."""
     if config.CPU_NAME or config.CPU_FEATURES:  # Compiled for another processor than this one.
-        return False
+        return 0
     features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("avx512vbmi")) and bool(features.get("avx512bw"))
+    if features.get("avx512vbmi") and features.get("avx512bw"):
+        return 512
+    return 256 if features.get("avx2") else 0
 
 
 def _splat(vector, value):
@@ -65,36 +70,90 @@ def split_codes(typingctx, codes, words, bits):
     return types.none(codes, words, bits), codegen
 
 
+def _finders(builder, words, bits, registers):
+    """What reads the entries of 64 codes from a table at an address: a function for each register.
+
+    words: address of `bits` words that hold one bit each of the codes.
+    """
+    if registers == 512:
+        permute = _declare(builder, "llvm.x86.avx512.permvar.qi.512", [_BYTES, _BYTES])
+        codes = _codes(builder, words, bits)
+        return [lambda table: builder.call(permute, [_load(builder, table, 0, _BYTES), codes])]
+    return [_half_finder(builder, words, bits, half) for half in range(2)]
+
+
+def _half_finder(builder, words, bits, half):
+    """`_finders` for 32 of the codes, in AVX2."""
+    permute = _declare(builder, "llvm.x86.avx2.pshuf.b", [_HALF, _HALF])
+    blend = _declare(builder, "llvm.x86.avx2.pblendvb", [_HALF, _HALF, _HALF])
+    flags = []
+    for bit in range(bits):
+        word = _load(builder, words, bit * 8 + half * 4, _I32)
+        flags.append(builder.sext(builder.bitcast(word, ir.VectorType(_I1, 32)), _HALF))
+    codes = _splat(_HALF, 0)
+    for bit, flag in enumerate(flags[:4]):
+        codes = builder.or_(codes, builder.and_(flag, _splat(_HALF, 1 << bit)))
+
+    def find(table):
+        found = []
+        for first in range(0, 1 << bits, 16):
+            some = _load(builder, table, first, ir.VectorType(_I8, 16))
+            twice = ir.Constant(ir.VectorType(_I32, 32), [*range(16)] * 2)
+            found.append(builder.call(permute, [builder.shuffle_vector(some, some, twice), codes]))
+        for flag in flags[4:]:
+            pairs = zip(found[::2], found[1::2], strict=True)
+            found = [builder.call(blend, [*pair, flag]) for pair in pairs]
+        return found[0]
+
+    return find
+
+
+def _declare(builder, name, arguments):
+    return builder.module.declare_intrinsic(name, (), ir.FunctionType(arguments[0], arguments))
+
+
 @intrinsic(prefer_literal=True)
-def sum_of_lookups(typingctx, codes, tables, steps, lows, out, stride, group, parts, bits):
+def sum_of_lookups(
+    typingctx, codes, tables, steps, lows, out, stride, group, parts, bits, registers
+):
     """For 64 tokens and `group` queries, ``out = sums of table entries * step + low``.
 
     Addresses (intp): codes int64 [parts, bits]; tables uint8 [group, parts, 64]; steps, lows
     float32 [group]; out float32 [group, 64], rows `stride` bytes apart. Sums are of 16 bits: at
-    most 257 parts. group, parts and bits (at most 6) are constants.
+    most 257 parts. group, parts, bits (at most 6) and registers (512 or 256, see
+    `permuting_bits`) are constants.
     """
-    heads, count, width = (n.literal_value for n in (group, parts, bits))
+    heads, count, width, size = (n.literal_value for n in (group, parts, bits, registers))
+    pairs = ir.VectorType(_I16, size // 16)
+    pieces = range(512 // size)
 
     def codegen(context, builder, signature, args):
-        permute = builder.module.declare_intrinsic(
-            "llvm.x86.avx512.permvar.qi.512", (), ir.FunctionType(_BYTES, [_BYTES, _BYTES])
-        )
-        even = [_splat(_PAIRS, 0)] * heads
-        odd = [_splat(_PAIRS, 0)] * heads
+        even = [[_splat(pairs, 0) for _ in pieces] for _ in range(heads)]
+        odd = [[_splat(pairs, 0) for _ in pieces] for _ in range(heads)]
         for part in range(count):
-            at = builder.add(args[0], ir.Constant(_I64, part * width * 8))
-            chosen = _codes(builder, at, width)
+            words = builder.add(args[0], ir.Constant(_I64, part * width * 8))
+            finders = _finders(builder, words, width, size)
             for head in range(heads):
-                table = _load(builder, args[1], (head * count + part) * 64, _BYTES)
-                found = builder.bitcast(builder.call(permute, [table, chosen]), _PAIRS)
-                low = builder.and_(found, _splat(_PAIRS, 255))
-                even[head] = builder.add(even[head], low)
-                odd[head] = builder.add(odd[head], builder.lshr(found, _splat(_PAIRS, 8)))
+                table = builder.add(args[1], ir.Constant(_I64, (head * count + part) * 64))
+                for piece, find in enumerate(finders):
+                    found = builder.bitcast(find(table), pairs)
+                    low = builder.and_(found, _splat(pairs, 255))
+                    high = builder.lshr(found, _splat(pairs, 8))
+                    even[head][piece] = builder.add(even[head][piece], low)
+                    odd[head][piece] = builder.add(odd[head][piece], high)
         for head in range(heads):
-            _store(builder, args, head, even[head], odd[head])
+            _store(builder, args, head, _joined(builder, even[head]), _joined(builder, odd[head]))
         return context.get_dummy_value()
 
-    return types.none(codes, tables, steps, lows, out, stride, group, parts, bits), codegen
+    arguments = codes, tables, steps, lows, out, stride, group, parts, bits, registers
+    return types.none(*arguments), codegen
+
+
+def _joined(builder, pieces):
+    if len(pieces) == 1:
+        return pieces[0]
+    order = ir.Constant(ir.VectorType(_I32, 32), [*range(32)])
+    return builder.shuffle_vector(*pieces, order)
 
 
 def _store(builder, args, head, even, odd):

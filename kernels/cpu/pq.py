@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from tierstore.kernels.cpu.lookup import has_byte_permute, split_codes, sum_of_lookups
+from tierstore.kernels.cpu.lookup import permuting_bits, split_codes, sum_of_lookups
 from tierstore.kernels.cpu.scalar import FAST, widen
 
 LANES = 64
@@ -91,12 +91,16 @@ def _fill_tables(query, codewords, row, width, scale, sums, tables, steps, lows)
 def lookup_kernel(group, parts, bits, width, permutes=None):
     """Logits for one shape; see `tierstore.kernels.pq_logits`.
 
-    permutes: whether to look up by byte permutes; where the processor has them by default.
+    permutes: bits of the registers whose bytes are permuted to look up, 0 for plain loops; by
+    default what the processor has.
     """
     entries = max(LANES, 1 << bits)
     if permutes is None:
-        permutes = bits <= 6 and has_byte_permute()
-    scan = _permuting_scan(group, parts, bits) if permutes else _plain_scan(group, parts, bits)
+        permutes = permuting_bits() if bits <= 6 else 0
+    if permutes:
+        scan = _permuting_scan(group, parts, bits, permutes)
+    else:
+        scan = _plain_scan(group, parts, bits)
 
     @njit(cache=True, nogil=True)
     def lookup(query, codewords, codes, first_row, last_row, counts, scale, out):
@@ -111,7 +115,7 @@ def lookup_kernel(group, parts, bits, width, permutes=None):
     return lookup
 
 
-def _permuting_scan(group, parts, bits):
+def _permuting_scan(group, parts, bits, registers):
     @njit(cache=True, nogil=True)
     def scan(codes, row, groups, tables, steps, lows, out):
         for i in range(groups):
@@ -125,6 +129,7 @@ def _permuting_scan(group, parts, bits):
                 group,
                 parts,
                 bits,
+                registers,
             )
 
     return scan
