@@ -20,14 +20,14 @@ CACHES = {
     "window": "preset kvdrive, a fast tier of an eighth, all in DRAM under it",
     "quarter": "preset kvdrive, a quarter for fast tier, DRAM and page cache, and tables; all on "
     "disk, sync level (d)",
-    "demo": "preset kvdrive, 16 MiB of fast tier, 64 MiB of DRAM, all on disk",
+    "demo": "preset kvdrive, an eighth for the fast tier, half for DRAM, all on disk",
 }
 
 
-def tier_options(kv: int, disk: str | Path) -> dict[str, TierOptions | None]:
+def tier_options(kv: int, element_bytes: int, disk: str | Path) -> dict[str, TierOptions | None]:
     """The tiers of each cache for `kv` bytes of keys and values; None for transformers' own."""
     ample = 3 * kv + (64 << 20)
-    tables = kv // 8  # 128 bytes for each block of 1 KiB
+    tables = kv // (4 * element_bytes)  # 128 bytes for a block of 512 elements
     eighth = max(kv // 8, 1 << 20)
     return {
         "floor": None,
@@ -37,5 +37,5 @@ def tier_options(kv: int, disk: str | Path) -> dict[str, TierOptions | None]:
         "half": TierOptions("kvdrive", dram=kv // 2, disk=disk),
         "window": TierOptions("kvdrive", fast=eighth, dram=ample),
         "quarter": TierOptions("kvdrive", fast=eighth, dram=eighth + tables, disk=disk, sync="d"),
-        "demo": TierOptions("kvdrive", fast="16MiB", dram="64MiB", disk=disk),
+        "demo": TierOptions("kvdrive", fast=eighth, dram=kv // 2, disk=disk),
     }

@@ -69,7 +69,7 @@ def measure(
     with ExitStack() as stack:
         subjects = {
             name: stack.enter_context(closing(Subject(loaded.model, tiers)))
-            for name, tiers in tier_options(kv, disk).items()
+            for name, tiers in tier_options(kv, loaded.model.dtype.itemsize, disk).items()
         }
         steps = _decode(say, subjects, text, tokens, repeat)
         reports = {name: subject.report() for name, subject in subjects.items()}

@@ -76,8 +76,9 @@ class Ring:
     ) -> Generator[tuple[int, int], None, None]:
         """Fill buffers: the position of each (fd, offset, buffers) as it is done, and its bytes.
 
-        A read fills its buffers one after the other, at most 1,024. A negative number of bytes is an error of the system. Closed early, it waits for what is
-        under way: no buffer changes afterwards. OSError if the ring fails: close it then.
+        A read fills its buffers one after the other, at most 1,024. A negative number of bytes is
+        an error of the system. Closed early, it waits for what is under way: no buffer changes
+        afterwards. OSError if the ring fails: close it then.
         """
         views = [np.frombuffer(buffer, np.uint8) for *_, buffers in reads for buffer in buffers]
         pieces = np.empty(len(views), _PIECE)

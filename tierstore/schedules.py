@@ -33,7 +33,7 @@ CALLER = "device"
 """The resource that is the calling thread: it selects and computes."""
 
 WAITING = ("disk", "link")
-"""Resources whose tasks mostly wait for a device: whoever computes need not leave them a processor."""
+"""Resources whose tasks mostly wait for a device, and leave the processors to others."""
 
 STAGES = (
     Stage("select", CALLER),

@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
+from tierstore.kernels import threads
+from tierstore.kernels.threads import over_rows
 from tierstore.pipeline import SCHEDULES, STAGES, Pipeline, Task, perform, schedule
 from tierstore.timeline import Timeline
 
@@ -102,6 +105,25 @@ def test_an_error_of_a_stage_comes_to_the_caller(pipeline: Pipeline, stage: str,
     pipeline.start(tasks, running.calls()).wait()
     assert len(log.events) == count, "a task of the failed run came later"
     assert len(running.events) == 2 * len(tasks)
+
+
+def test_what_waits_for_the_disk_leaves_its_processors_to_kernels(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Select and judge share four threads, whatever fetches; computing alone has all."""
+    monkeypatch.setenv("TIERSTORE_THREADS", "4")
+    parts: dict[str, list[int]] = {"select": [], "compute": []}
+
+    def compute(task: Task) -> None:
+        seen: list[int] = []
+        over_rows(8, 1 << 30, lambda first, _: seen.append(first))
+        parts[task.stage].append(len(seen))
+
+    with ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(threads, "_pool", lambda: pool)
+        tasks = schedule("sfc", 1, 2, ATTENTION)
+        pipeline.start(tasks, Log().calls(select=compute, compute=compute)).wait()
+    assert parts == {"select": [2, 2], "compute": [4]}
 
 
 def test_an_error_of_the_computation_comes_to_the_caller(pipeline: Pipeline) -> None:
