@@ -1,4 +1,4 @@
-"""Running a schedule, with a thread for each resource, or predicting how long it takes."""
+"""Running a schedule, with threads for each resource, or predicting how long it takes."""
 
 from __future__ import annotations
 
@@ -61,20 +61,31 @@ def perform(tasks: Schedule, calls: Calls, timeline: Timeline | None = None) -> 
         _do(task, calls, timeline)
 
 
-def _do(task: Task, calls: Calls, timeline: Timeline | None) -> None:
+def _do(task: Task, calls: Calls, timeline: Timeline | None, track: str | None = None) -> None:
     if timeline is None:
         calls[task.stage](task)
         return
     start = time.perf_counter()
     calls[task.stage](task)
-    _note(timeline, task, start, time.perf_counter())
+    _note(timeline, task, start, time.perf_counter(), track)
 
 
-def _note(timeline: Timeline, task: Task, start: float, end: float) -> None:
+def _note(
+    timeline: Timeline, task: Task, start: float, end: float, track: str | None = None
+) -> None:
     timeline.add(
-        task.stage, task.resource, start, end,
+        task.stage, track or task.resource, start, end,
         step=task.step, layer=task.layer, micro_batch=task.micro_batch,
     )  # fmt: skip
+
+
+def _worker(task: Task) -> str:
+    """Who does a task: its resource or, of one that waits, the second of two in turn.
+
+    While one hands out what a device brought, the device has the requests of the other.
+    """
+    is_second = task.resource in WAITING and task.micro_batch % 2 == 1 and task.micro_batch > 0
+    return f"{task.resource} 2" if is_second else task.resource
 
 
 class Run:
@@ -89,22 +100,23 @@ class Run:
         self._error: BaseException | None = None
         self._own: dict[str, list[int]] = {}
         for position, task in enumerate(tasks):
-            self._own.setdefault(task.resource, []).append(position)
+            self._own.setdefault(_worker(task), []).append(position)
+        self._computers = {_worker(task) for task in tasks if task.resource not in WAITING}
         self._at_work = set(self._own) - {CALLER}
 
     @property
-    def resources(self) -> list[str]:
+    def workers(self) -> list[str]:
         """Those that need a thread of their own."""
         return sorted(self._at_work)
 
-    def work(self, resource: str) -> None:
-        """Do the tasks of a resource; after an error anywhere, begin no more of them."""
+    def work(self, worker: str) -> None:
+        """Do the tasks of a worker; after an error anywhere, begin no more of them."""
         try:
-            for position in self._own.get(resource, ()):
+            for position in self._own.get(worker, ()):
                 if not self._wait_for(self._tasks[position].after):
                     return
                 with shared_by(self._computing()):
-                    _do(self._tasks[position], self._calls, self._timeline)
+                    _do(self._tasks[position], self._calls, self._timeline, worker)
                 with self._changed:
                     self._is_done[position] = True
                     self._changed.notify_all()
@@ -114,7 +126,7 @@ class Run:
                 self._changed.notify_all()
         finally:
             with self._changed:
-                self._at_work.discard(resource)
+                self._at_work.discard(worker)
                 self._changed.notify_all()
 
     def _wait_for(self, positions: Sequence[int]) -> bool:
@@ -125,13 +137,9 @@ class Run:
             return self._error is None
 
     def _computing(self) -> int:
-        """Resources that compute and have work left: so many share the processors."""
+        """Workers that compute and have work left: so many share the processors."""
         with self._changed:
-            return sum(
-                not self._is_done[own[-1]]
-                for resource, own in self._own.items()
-                if resource not in WAITING
-            )
+            return sum(not self._is_done[self._own[worker][-1]] for worker in self._computers)
 
     def wait_for(self, stage: str) -> None:
         """Return when all tasks of a stage are done, or an error keeps them from it."""
@@ -166,7 +174,9 @@ _Jobs = queue.SimpleQueue[tuple[Run, str] | None]
 
 
 class Pipeline:
-    """Threads for the resources of schedules, one each, started by the first run that needs it.
+    """Threads for the resources of schedules, started by the first run that needs them.
+
+    A resource that waits for a device has two, which take turns by micro-batch; others have one.
 
     timeline: what notes when each task ran; None for nothing.
     """
@@ -179,26 +189,26 @@ class Pipeline:
     def start(self, tasks: Schedule, calls: Calls) -> Run:
         """Begin what other threads have to do; `Run.wait` does the rest.
 
-        Runs begun later get a resource when it has done its tasks of this one.
+        Runs begun later get a thread when it has done its tasks of this one.
         """
         if not self._end.alive:
             raise ConfigError("the pipeline is closed: make another one")
         run = Run(tasks, calls, self.timeline)
         # All threads first: one that cannot be had must not leave the others waiting for its tasks.
-        queues = [(self._jobs_of(resource), resource) for resource in run.resources]
-        for jobs, resource in queues:
-            jobs.put((run, resource))
+        queues = [(self._jobs_of(worker), worker) for worker in run.workers]
+        for jobs, worker in queues:
+            jobs.put((run, worker))
         return run
 
-    def _jobs_of(self, resource: str) -> _Jobs:
-        if resource not in self._threads:
+    def _jobs_of(self, worker: str) -> _Jobs:
+        if worker not in self._threads:
             jobs: _Jobs = queue.SimpleQueue()
             thread = threading.Thread(
-                target=_work, args=(jobs,), name=f"tierstore-{resource}", daemon=True
+                target=_work, args=(jobs,), name=f"tierstore-{worker}", daemon=True
             )
             thread.start()
-            self._threads[resource] = thread, jobs
-        return self._threads[resource][1]
+            self._threads[worker] = thread, jobs
+        return self._threads[worker][1]
 
     def close(self) -> None:
         """End the threads when they have done what was begun. A second call does nothing."""
@@ -207,8 +217,8 @@ class Pipeline:
 
 def _work(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
-        run, resource = job
-        run.work(resource)
+        run, worker = job
+        run.work(worker)
         # An idle thread must not keep what its last run worked on.
         del job, run
 

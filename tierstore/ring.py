@@ -80,7 +80,11 @@ class Ring:
         an error of the system. Closed early, it waits for what is under way: no buffer changes
         afterwards. OSError if the ring fails: close it then.
         """
-        views = [np.frombuffer(buffer, np.uint8) for *_, buffers in reads for buffer in buffers]
+        views = [
+            np.frombuffer(memoryview(buffer), np.uint8)
+            for *_, buffers in reads
+            for buffer in buffers
+        ]
         pieces = np.empty(len(views), _PIECE)
         pieces["address"] = [view.__array_interface__["data"][0] for view in views]
         pieces["size"] = [view.nbytes for view in views]

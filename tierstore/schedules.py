@@ -1,7 +1,7 @@
 """Schedules: the order of the stages of decoding, layer by layer and micro-batch by micro-batch.
 
-A schedule is a list of tasks. Each has a resource, which does its tasks one after the other in the
-order of the list, and begins when those named in `after` are done. `tierstore.pipeline` runs such a
+A schedule is a list of tasks. Each has a resource, which begins its tasks in the order of the list,
+and begins when those named in `after` are done. `tierstore.pipeline` runs such a
 list or predicts how long it takes.
 """
 
@@ -33,7 +33,9 @@ CALLER = "device"
 """The resource that is the calling thread: it selects and computes."""
 
 WAITING = ("disk", "link")
-"""Resources whose tasks mostly wait for a device, and leave the processors to others."""
+"""Resources whose tasks mostly wait for a device, and leave the processors to others.
+
+A run has two of their tasks under way at once; a simulation one, as both share the device."""
 
 STAGES = (
     Stage("select", CALLER),

@@ -17,6 +17,7 @@ from tierstore.errors import ConfigError
 from tierstore.kernels import threads
 from tierstore.kernels.threads import over_rows
 from tierstore.pipeline import SCHEDULES, STAGES, Pipeline, Task, perform, schedule
+from tierstore.schedules import WAITING
 from tierstore.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -65,10 +66,14 @@ def test_tasks_run_in_the_order_of_their_needs(
         for before in task.after:
             assert ("end", tasks[before]) in log.events[:begin]
     for resource in {task.resource for task in tasks}:
-        assert [t for t in began if t.resource == resource] == [
-            t for t in tasks if t.resource == resource
-        ]
-        assert len(log.threads[resource]) == 1
+        threads = 1 if resource not in WAITING else min(2, parts)
+        assert len(log.threads[resource]) == threads
+        for turn in range(threads):
+            own = [
+                task for task in tasks
+                if task.resource == resource and (threads == 1 or task.micro_batch % 2 == turn)
+            ]  # fmt: skip
+            assert [task for task in began if task in own] == own
 
 
 def test_stages_of_different_micro_batches_run_at_once(pipeline: Pipeline) -> None:
@@ -105,6 +110,17 @@ def test_an_error_of_a_stage_comes_to_the_caller(pipeline: Pipeline, stage: str,
     pipeline.start(tasks, running.calls()).wait()
     assert len(log.events) == count, "a task of the failed run came later"
     assert len(running.events) == 2 * len(tasks)
+
+
+def test_two_fetches_are_under_way_at_once(pipeline: Pipeline) -> None:
+    """The barrier opens only when two have come to it."""
+    barrier = threading.Barrier(2, timeout=60)
+
+    def fetch(_: Task) -> None:
+        barrier.wait()
+
+    pipeline.start(schedule("sfc", 1, 4, ATTENTION), Log().calls(fetch=fetch)).wait()
+    assert not barrier.broken
 
 
 def test_what_waits_for_the_disk_leaves_its_processors_to_kernels(
