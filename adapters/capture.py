@@ -78,8 +78,7 @@ def capture(
 
 def full_engine(geometry: Geometry, tokens: int) -> SparseAttention:
     """Full attention, with room for so many tokens."""
-    width = geometry.head_dim + geometry.value_size
-    kv = tokens * geometry.layers * geometry.kv_heads * width * geometry.dtype.itemsize
+    kv = geometry.kv_bytes(tokens)
     return SparseAttention(geometry, preset="full", dram=2 * kv + (64 << 20))
 
 

@@ -33,9 +33,7 @@ def kv_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Bytes of the keys and values of so many tokens."""
     from tierstore.adapters.transformers import geometry_of
 
-    shape = geometry_of(model)
-    width = shape.head_dim + shape.value_size
-    return tokens * shape.layers * shape.kv_heads * width * shape.dtype.itemsize
+    return geometry_of(model).kv_bytes(tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,7 @@ class LoadedModel:
 
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:
-    """bfloat16; float32 on a CPU without AVX-512, where torch multiplies bfloat16 without SIMD.
-
-    On a Zen 3 core the matrices of a prompt take 8.5 times as long in bfloat16 as in float32.
-    """
+    """bfloat16; float32 on a CPU without AVX-512, where torch multiplies bfloat16 without SIMD."""
     is_cpu = torch.device(device).type == "cpu"
     is_slow = is_cpu and "AVX512" not in torch.backends.cpu.get_cpu_capability()
     return torch.float32 if is_slow else torch.bfloat16

@@ -47,8 +47,7 @@ def run(say: Say, *, repeat: int = 5, tokens: int = 32_768, layers: int = 32) ->
 def measure(say: Say, geometry: Geometry, *, repeat: int, tokens: int) -> Findings:
     """Measure at `tokens` of context; CapacityError where the machine has too little memory."""
     machine = Machine.here()
-    width = geometry.head_dim + geometry.value_size
-    kv = tokens * geometry.layers * geometry.kv_heads * width * geometry.dtype.itemsize
+    kv = geometry.kv_bytes(tokens)
     _check_memory(kv)
     text = SyntheticText(geometry, seed=_SEED)
     with ExitStack() as stack:

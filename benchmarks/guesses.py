@@ -75,7 +75,12 @@ def measure(say: Say, loaded: LoadedModel, *, tokens: int, steps: int = STEPS) -
         benchmark="guesses",
         machine=Machine.here(),
         baseline=baseline,
-        settings={"model": loaded.name, "context tokens": tokens, "steps": steps},
+        settings={
+            "model": loaded.name,
+            "dtype": str(loaded.model.dtype),
+            "context tokens": tokens,
+            "steps": steps,
+        },
         configurations=CONFIGURATIONS,
         measures=measures,
         ratios=[

@@ -168,7 +168,7 @@ def _findings(
         settings={**settings, "always attended": f"{SINKS} first, {LOCAL} last, and new tokens"},
         configurations={str(_BASELINE): INDEXES["exact"].says} | configurations,
         measures=measures,
-        notes=["KL has a floor: bfloat16 rounds differently in another order of the same sums."],
+        notes=["KL has a floor: the same sums are rounded differently in another order."],
         tables=_tables(plan, measures),
     )
 

@@ -118,10 +118,15 @@ def append_ratios(measure: str) -> list[Ratio]:
 
 
 def _index(
-    make: Callable[[IndexShape], ScoringIndex], group: int, dim: int, block_tokens: int, rows: int
+    make: Callable[[IndexShape], ScoringIndex],
+    group: int,
+    dim: int,
+    block_tokens: int,
+    rows: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ScoringIndex:
     memory = unlimited()
-    shape = IndexShape(group, dim, torch.bfloat16, block_tokens, dim**-0.5, memory, Scratch(memory))
+    shape = IndexShape(group, dim, dtype, block_tokens, dim**-0.5, memory, Scratch(memory))
     index = make(shape)
     index.add_rows(np.arange(rows, dtype=np.int32))
     return index
@@ -156,7 +161,7 @@ def _build(
     for layer in range(layers):
         keys = to_tensor(kept.keys[layer])[:, :tokens]
         context = IndexContext(last_queries=to_tensor(kept.last_queries[layer]))
-        index = _index(make, group, dim, block_tokens, heads)
+        index = _index(make, group, dim, block_tokens, heads, kept.dtype)
         start = time.perf_counter()
         _extend(index, keys, context)
         seconds += time.perf_counter() - start

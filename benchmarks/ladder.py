@@ -151,10 +151,11 @@ def measure(
         baseline="a",
         settings={
             "model": seen.facts["model"],
+            "dtype": str(text.geometry.dtype),
             "layers": f"{layers} of {len(seen.keys)}",
             "context tokens": text.tokens,
             "budget": f"{BUDGET} tokens",
-            "keys and values": format_size(_kv_bytes(text)),
+            "keys and values": format_size(text.geometry.kv_bytes(text.tokens)),
             "DRAM": f"{DRAM_SHARE:.0%} of them, and tables",
             "steps": repeat,
             "file system": file_system_of(Path(disk)),
@@ -219,15 +220,9 @@ def _reload_notes(captures: Sequence[Capture], tokens: int, layers: Sequence[int
     ]
 
 
-def _kv_bytes(text: ResampledText) -> int:
-    shape = text.geometry
-    width = shape.head_dim + shape.value_size
-    return text.tokens * shape.layers * shape.kv_heads * width * shape.dtype.itemsize
-
-
 def _engine(text: ResampledText, rung: Rung, disk: str, stalls: Amounts | None) -> SparseAttention:
     preset = replace(PRESETS["kvdrive"], attends_residents=False, ranking=rung.ranking)
-    kv, shape = _kv_bytes(text), text.geometry
+    kv, shape = text.geometry.kv_bytes(text.tokens), text.geometry
     blocks = text.tokens // preset.block_tokens * shape.layers * shape.kv_heads
     share = DRAM_SHARE if rung.level else 2
     return SparseAttention(
@@ -266,7 +261,7 @@ def _probe(say: Say, text: ResampledText, disk: str) -> Amounts:
 
 
 def _climb(engine: SparseAttention, text: ResampledText, steps: range) -> Climb:
-    layers, climb, rest = text.geometry.layers, Climb(), _Rest()
+    layers, climb, rest = text.geometry.layers, Climb(), _Rest(text.geometry.dtype)
     pages = mapped(engine.store)
     cached = 0 if pages is None else pages.cached_bytes()
     for number in steps:
@@ -294,10 +289,10 @@ def _climb(engine: SparseAttention, text: ResampledText, steps: range) -> Climb:
 class _Rest:
     """The matrices of a layer of the demo model beside attention: what reads can go on behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         shapes = [(_WIDTH, 3 * _WIDTH), (_WIDTH, 3 * _HIDDEN)]
-        self._weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-        self._hidden = torch.zeros(1, _WIDTH, dtype=torch.bfloat16)
+        self._weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self._hidden = torch.zeros(1, _WIDTH, dtype=dtype)
 
     def __call__(self) -> None:
         for weight in self._weights:

@@ -136,9 +136,7 @@ def measure(say: Say, geometry: Geometry, *, repeat: int, tokens: int, disk: Pat
 
 
 def _kv_bytes(geometry: Geometry, tokens: int) -> int:
-    width = geometry.head_dim + geometry.value_size
-    each = geometry.layers * geometry.kv_heads * width * geometry.dtype.itemsize
-    return BATCH * tokens * each
+    return BATCH * geometry.kv_bytes(tokens)
 
 
 def _engine(geometry: Geometry, name: str, folder: Path) -> SparseAttention:

@@ -95,6 +95,7 @@ def measure(say: Say, captures: Sequence[Capture]) -> Findings:
         baseline="recency",
         settings={
             "model": captures[0].facts["model"],
+            "dtype": str(captures[0].dtype),
             "context tokens": [seen.prompt_tokens for seen in captures],
             "steps": STEPS,
             "critical": f"the best {CRITICAL:.1%} of each layer and head in each step",

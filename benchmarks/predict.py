@@ -88,7 +88,7 @@ def run(
     disk: str | Path | None = None,
 ) -> Findings:
     """Measure this machine, predict, and measure again."""
-    loaded = load_model(DEMO_MODEL)
+    loaded = load_model(DEMO_MODEL, torch.bfloat16)  # what is predicted has 16-bit numbers
     geometry = Geometry(layers, 32, 8, 128, torch.bfloat16, torch.device("cpu"))
     folder = Path(tempfile.gettempdir() if disk is None else disk)
     return measure(say, loaded, geometry, repeat=repeat, tokens=tokens, disk=folder)
@@ -268,9 +268,7 @@ def _attend(engine: SparseAttention, token: Sequence[Token]) -> None:
 
 
 def _ample(geometry: Geometry, tokens: int) -> int:
-    width = geometry.head_dim + geometry.value_size
-    kv = tokens * geometry.layers * geometry.kv_heads * width * geometry.dtype.itemsize
-    return 3 * kv // 2 + (64 << 20)
+    return 3 * geometry.kv_bytes(tokens) // 2 + (64 << 20)
 
 
 def _size_of(geometry: Geometry) -> ModelSize:
@@ -302,6 +300,7 @@ def _findings(
         baseline=_where("fetch", residents=True),
         settings={
             "layers": geometry.layers,
+            "dtype": str(geometry.dtype),
             "steps in a round": STEPS,
             "file system of the disk": file_system_of(disk),
         },

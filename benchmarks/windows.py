@@ -91,6 +91,7 @@ def measure(
         baseline="uniform",
         settings={
             "model": traces[0].facts.get("model"),
+            "dtype": traces[0].facts.get("dtype"),
             "documents": [trace.facts.get("document") for trace in traces],
             "context tokens": [trace.facts["context_tokens"] for trace in traces],
             "steps": [trace.steps for trace in traces],

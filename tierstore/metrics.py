@@ -21,7 +21,8 @@ class StoreMetrics:
     """Counters of a store, tier by tier.
 
     fetched: selected blocks that were brought into the top tier. filtered: selected blocks that
-    were left where they are, since they were not worth it. fetch_seconds: what fetching took.
+    were left where they are, since they were not worth it. fetch_seconds: what
+    fetches took, each by itself: several may be under way at once.
     """
 
     def __init__(self, names: list[str]) -> None:

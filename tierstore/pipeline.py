@@ -61,20 +61,18 @@ def perform(tasks: Schedule, calls: Calls, timeline: Timeline | None = None) -> 
         _do(task, calls, timeline)
 
 
-def _do(task: Task, calls: Calls, timeline: Timeline | None, track: str | None = None) -> None:
+def _do(task: Task, calls: Calls, timeline: Timeline | None) -> None:
     if timeline is None:
         calls[task.stage](task)
         return
     start = time.perf_counter()
     calls[task.stage](task)
-    _note(timeline, task, start, time.perf_counter(), track)
+    _note(timeline, task, start, time.perf_counter())
 
 
-def _note(
-    timeline: Timeline, task: Task, start: float, end: float, track: str | None = None
-) -> None:
+def _note(timeline: Timeline, task: Task, start: float, end: float) -> None:
     timeline.add(
-        task.stage, track or task.resource, start, end,
+        task.stage, task.resource, start, end,
         step=task.step, layer=task.layer, micro_batch=task.micro_batch,
     )  # fmt: skip
 
@@ -116,7 +114,7 @@ class Run:
                 if not self._wait_for(self._tasks[position].after):
                     return
                 with shared_by(self._computing()):
-                    _do(self._tasks[position], self._calls, self._timeline, worker)
+                    _do(self._tasks[position], self._calls, self._timeline)
                 with self._changed:
                     self._is_done[position] = True
                     self._changed.notify_all()

@@ -26,7 +26,7 @@ _GET_EVENTS = 1
 _READ_VECTOR = 1
 _SUBMISSIONS_AT = 0x10000000
 _NEEDED = 1 | 8
-"""One map for both queues, and a kernel in which no entry gets lost."""
+"""One map for both queues, and Linux 5.6."""
 _AGAIN = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 _SUBMISSION = np.dtype(

@@ -1,8 +1,9 @@
 """Schedules: the order of the stages of decoding, layer by layer and micro-batch by micro-batch.
 
-A schedule is a list of tasks. Each has a resource, which begins its tasks in the order of the list,
-and begins when those named in `after` are done. `tierstore.pipeline` runs such a
-list or predicts how long it takes.
+A schedule is a list of tasks. Each has a resource, which does its tasks in the order of the list,
+and begins when those named in `after` are done. `tierstore.pipeline` runs such a list, where those
+resources that wait for a device do every second micro-batch in order, or predicts how long it
+takes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import math
 import re
+from fractions import Fraction
 
 from tierstore.arguments import MOST_WHOLE, is_whole
 from tierstore.errors import ConfigError
@@ -15,6 +16,7 @@ MOST = 2**31 - 1
 """Largest number of tokens, steps and other things counted: blocks have 32-bit numbers."""
 
 _MOST_BUDGETS = 1e9
+_SHARE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*%\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -43,10 +45,8 @@ def parse_size_of(size: str, whole: int, what: str) -> int:
     """`parse_size`, and ``"12.5%"`` for a share in (0, 1] of `whole` bytes, rounded up."""
     if not size.strip().endswith("%"):
         return parse_size(size, what)
-    try:
-        share = float(size.strip()[:-1]) / 100
-    except ValueError:
-        share = 0.0
+    match = _SHARE.fullmatch(size)
+    share = Fraction(match[1]) / 100 if match else 0
     if not 0 < share <= 1:
         raise ConfigError(
             f"{what}={size!r}: expected a share above 0% and up to 100%, or a size such as 16MiB"

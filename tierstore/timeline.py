@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 TRANSFERS = "transfers: "
@@ -85,18 +85,38 @@ class Timeline:
     def trace(self) -> dict[str, object]:
         """The trace event format of Chrome, which Perfetto reads: plain data for JSON.
 
-        One thread for each track, one complete event for each span, microseconds from the start.
+        A thread for each track, and more where its spans overlap; one complete event for each span,
+        microseconds from the start.
         """
-        threads = {track: number for number, track in enumerate(self.tracks, 1)}
+        spans = sorted(self.spans, key=lambda span: span.start)
+        lanes, most = _lanes(spans)
+        threads = [(track, lane) for track in self.tracks for lane in range(most[track])]
         events: list[dict[str, object]] = [_named("process_name", 0, self.label)]
-        for track, thread in threads.items():
-            events.append(_named("thread_name", thread, track))
+        for thread, (track, lane) in enumerate(threads, 1):
+            events.append(_named("thread_name", thread, f"{track} ({lane + 1})" if lane else track))
             order = {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": thread}
             events.append(order | {"args": {"sort_index": thread}})
-        start = self.start
-        spans = sorted(self.spans, key=lambda span: span.start)
-        events += [_event(span, threads[span.track], start) for span in spans]
+        start, numbers = self.start, {thread: number for number, thread in enumerate(threads, 1)}
+        events += [
+            _event(span, numbers[span.track, lane], start)
+            for span, lane in zip(spans, lanes, strict=True)
+        ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _lanes(spans: Sequence[Span]) -> tuple[list[int], dict[str, int]]:
+    """Where on its track each span goes so that none overlap, and how many lanes a track needs.
+
+    spans: in the order of their starts.
+    """
+    ends: dict[str, list[float]] = {}
+    lanes = []
+    for span in spans:
+        own = ends.setdefault(span.track, [])
+        lane = next((i for i, end in enumerate(own) if end <= span.start), len(own))
+        own[lane : lane + 1] = [span.end]
+        lanes.append(lane)
+    return lanes, {track: len(own) for track, own in ends.items()}
 
 
 def _event(span: Span, thread: int, start: float) -> dict[str, object]:

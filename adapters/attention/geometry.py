@@ -40,6 +40,11 @@ class Geometry:
         """Query heads per KV head."""
         return self.query_heads // self.kv_heads
 
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of so many tokens of one sequence, in all layers."""
+        width = self.head_dim + self.value_size
+        return tokens * self.layers * self.kv_heads * width * self.dtype.itemsize
+
     @property
     def value_size(self) -> int:
         """Head dimension of values."""

@@ -39,7 +39,7 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        help=f"{', '.join(_DTYPES)}; default: %(default)s, bfloat16 where it is fast",
+        help=f"{', '.join(_DTYPES)}; default: %(default)s, bfloat16 where it is fast, else float32",
     )
 
 
@@ -194,7 +194,7 @@ def _check_tiers(options: argparse.Namespace) -> None:
     for name in ("fast", "dram"):
         if getattr(options, name) is not None:
             # Of which size it is a share is known when the prompt is.
-            parse_size_of(getattr(options, name), MOST, name)
+            parse_size_of(getattr(options, name), 1, name)
     if options.fast is None and options.dram is None:
         raise ConfigError("no memory tier: pass --fast, --dram or both, for example --dram 1GiB")
     if options.hysteresis is not None:

@@ -101,14 +101,8 @@ def record_steps(
 
     geometry = geometry_of(model)
     recorder = AttentionRecorder(geometry.layers)
-    token_bytes = (
-        geometry.layers
-        * geometry.kv_heads
-        * geometry.dtype.itemsize
-        * (geometry.head_dim + geometry.value_size)
-    )
     # K and V, and as much again for an index of all keys, tables and work space.
-    dram = 2 * token_bytes * (len(context) + steps) + _WORK_BYTES
+    dram = 2 * geometry.kv_bytes(len(context) + steps) + _WORK_BYTES
     engine = SparseAttention(geometry, preset=preset, dram=dram, on_selection=recorder.listen)
     measured = SelectableShare(engine, preset)
     with attach_engine(model, measured) as cache:

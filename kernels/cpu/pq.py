@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit
 
 from tierstore.kernels.cpu.lookup import permuting_bits, split_codes, sum_of_lookups
+from tierstore.kernels.cpu.parts import known
 from tierstore.kernels.cpu.scalar import FAST, widen
 
 LANES = 64
@@ -132,7 +133,7 @@ def _permuting_scan(group, parts, bits, registers):
                 registers,
             )
 
-    return scan
+    return known(scan)
 
 
 def _plain_scan(group, parts, bits):
@@ -155,4 +156,4 @@ def _plain_scan(group, parts, bits):
                 for lane in range(LANES):
                     out[row, g, i * LANES + lane] = np.float32(sums[g, lane]) * steps[g] + lows[g]
 
-    return scan
+    return known(scan)

@@ -65,15 +65,14 @@ def test_tasks_run_in_the_order_of_their_needs(
         begin = log.events.index(("begin", task))
         for before in task.after:
             assert ("end", tasks[before]) in log.events[:begin]
-    for resource in {task.resource for task in tasks}:
-        threads = 1 if resource not in WAITING else min(2, parts)
-        assert len(log.threads[resource]) == threads
-        for turn in range(threads):
-            own = [
-                task for task in tasks
-                if task.resource == resource and (threads == 1 or task.micro_batch % 2 == turn)
-            ]  # fmt: skip
-            assert [task for task in began if task in own] == own
+    turns: dict[tuple[str, int], list[Task]] = {}
+    for task in tasks:
+        turn = task.micro_batch % 2 if task.resource in WAITING else 0
+        turns.setdefault((task.resource, turn), []).append(task)
+    for own in turns.values():
+        assert [task for task in began if task in own] == own
+    for resource, names in log.threads.items():
+        assert len(names) == sum(of == resource for of, _ in turns)
 
 
 def test_stages_of_different_micro_batches_run_at_once(pipeline: Pipeline) -> None:

@@ -124,7 +124,7 @@ def test_a_bad_place_in_a_large_batch_costs_itself_only(fd: int) -> None:
 
 
 def test_a_bad_place_in_a_run_costs_itself_only(fd: int) -> None:
-    """Runs of three reads; the last one ends behind the file, the tenth fails its check."""
+    """Runs of three reads; the first one ends behind the file, the eleventh fails its check."""
 
     def fail() -> None:
         raise ValueError("wrong")

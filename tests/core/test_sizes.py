@@ -33,13 +33,14 @@ def test_sizes_are_bytes(size: int | str, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [("12.5%", 125), ("100%", 1000), (" 0.01 %", 1), ("33.33%", 334), ("2KiB", 2048)],
+    [("12.5%", 125), ("100%", 1000), (" 0.01 %", 1), ("33.33%", 334), ("2KiB", 2048), ("7%", 70)],
 )
 def test_sizes_may_be_shares_of_a_whole(size: str, expected: int) -> None:
     assert parse_size_of(size, 1000, "dram") == expected
+    assert parse_size_of("55%", 100, "dram") == 55
 
 
-@pytest.mark.parametrize("size", ["%", "0%", "-5%", "100.1%", "nan%", "inf%", "a%", "5%%"])
+@pytest.mark.parametrize("size", ["%", "0%", "-5%", "100.1%", "nan%", "1e1%", "1_0%", "a%", "5%%"])
 def test_what_is_no_share_is_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="expected a share above 0% and up to 100%"):
         parse_size_of(size, 1000, "dram")

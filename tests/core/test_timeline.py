@@ -56,6 +56,18 @@ def test_the_trace_has_a_thread_for_each_track_and_an_event_for_each_span() -> N
     assert complete[2]["args"] == {"bytes": 4096}
 
 
+def test_spans_of_a_track_that_overlap_get_threads_of_their_own() -> None:
+    """A viewer nests what overlaps on one thread, or draws it wrongly."""
+    timeline = Timeline()
+    for start, end in ((0.0, 4.0), (1.0, 5.0), (2.0, 3.0), (4.0, 6.0), (5.5, 7.0)):
+        timeline.add("fetch", "disk", start, end)
+    events = json.loads(json.dumps(timeline.trace()))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = [(names[e["tid"]], e["ts"]) for e in events if e["ph"] == "X"]
+    tracks = ["disk", "disk (2)", "disk (3)", "disk", "disk (2)"]
+    assert found == list(zip(tracks, [0, 1e6, 2e6, 4e6, 5.5e6], strict=True))
+
+
 def test_what_fails_inside_a_span_is_noted() -> None:
     timeline = Timeline()
     with pytest.raises(OSError, match="gone"), timeline.transfer("disk", "read", 64):

@@ -19,7 +19,7 @@ Words = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 
-SHAPES = [(4, 8, 6, 4), (1, 2, 6, 16), (3, 5, 3, 2), (2, 4, 8, 3)]
+SHAPES = [(4, 8, 6, 4), (1, 2, 6, 16), (3, 5, 3, 2), (2, 4, 8, 3), (2, 3, 5, 2)]
 """(query heads, parts, bits, width of a part): each is compiled once."""
 
 
