@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 _BYTES_AT_ONCE = 8 << 20
 _READS = 2
-"""Reads of so many bytes under way while the blocks of one more are entered."""
+"""Reads of so many bytes under way at once."""
+_BUFFERS = 6
+"""What is read or waits to be entered: the disk goes on while indexes are restored."""
 
 
 def segment_cache(
@@ -128,7 +130,7 @@ def load_segments(
 class SavedRun:
     """The longest saved run of a prompt on its way from the disk, from the moment this is made.
 
-    What is not yet entered waits in memory, some 24 MiB at most. Leave the context to let go of it.
+    What is not yet entered waits in memory, some 48 MiB at most. Leave the context to let go of it.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class SavedRun:
         self._starts = iter(range(0, len(self._chain), self._step))
         self._readers = ThreadPoolExecutor(_READS, "tierstore-load")
         self._under_way: deque[Future[tuple[Bytes, int, int]]] = deque()
-        for _ in range(_READS + 1):
+        for _ in range(_BUFFERS):
             self._begin(None)
 
     def _begin(self, buffer: Bytes | None) -> None:
