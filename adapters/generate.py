@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = 256
 
 
-def kv_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes of the keys and values of so many tokens."""
-    from tierstore.adapters.transformers import geometry_of
-
-    return geometry_of(model).kv_bytes(tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """The arguments of `tierstore.adapters.transformers.attach`, under the same names."""

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.adapters.attention import SparseAttention
-from tierstore.adapters.generate import kv_bytes
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks.findings import Findings
-from tierstore.benchmarks.language import check_window, real_text, sharing_weights
+from tierstore.benchmarks.language import check_window, kv_bytes, real_text, sharing_weights
 from tierstore.benchmarks.machine import Machine
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.indexers import HierarchicalIndex

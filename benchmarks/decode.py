@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.generate import kv_bytes
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.benchmarks.caches import CACHES, FLOOR_TOKENS, tier_options
 from tierstore.benchmarks.findings import Findings
-from tierstore.benchmarks.language import check_window, real_text
+from tierstore.benchmarks.language import check_window, kv_bytes, real_text
 from tierstore.benchmarks.machine import Machine, file_system_of
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.benchmarks.steps import STEPS, Steps, step_measures

@@ -12,9 +12,10 @@ import torch
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.capture import captured
 from tierstore.adapters.documents import build_prompt, builtin_prose
-from tierstore.adapters.generate import divergence, kv_bytes, next_logits
+from tierstore.adapters.generate import divergence, next_logits
 from tierstore.adapters.presets import Preset
 from tierstore.benchmarks.indexes import LOCAL, SINKS, Budgeted, blocks_of
+from tierstore.benchmarks.language import kv_bytes
 from tierstore.benchmarks.relay import relayed
 from tierstore.policies import LRU
 

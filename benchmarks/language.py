@@ -40,6 +40,13 @@ def check_window(model: PreTrainedModel, tokens: int) -> None:
         )
 
 
+def kv_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    from tierstore.adapters.transformers import geometry_of
+
+    return geometry_of(model).kv_bytes(tokens)
+
+
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Another model over the same weights, so that each of several caches can have one attached."""
     tensors = chain(model.parameters(), model.buffers())

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tierstore.adapters.attention import Geometry, SparseAttention
 from tierstore.adapters.attention.places import ATTEND_WHERE
-from tierstore.adapters.generate import TierOptions, kv_bytes
+from tierstore.adapters.generate import TierOptions
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.adapters.planner.measuring import measure as measure_machine
 from tierstore.adapters.planner.models import MODELS, ModelSize
@@ -27,7 +27,7 @@ from tierstore.adapters.planner.prediction import Load, predict
 from tierstore.adapters.planner.systems import SYSTEMS
 from tierstore.adapters.presets import PRESETS
 from tierstore.benchmarks.findings import Findings
-from tierstore.benchmarks.language import check_window, real_text
+from tierstore.benchmarks.language import check_window, kv_bytes, real_text
 from tierstore.benchmarks.machine import Machine, file_system_of
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, Spread, alternate, listed
 from tierstore.benchmarks.steps import STEPS, time_steps

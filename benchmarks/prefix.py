@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.adapters.attention import SparseAttention
 from tierstore.adapters.attention.prefixes import Prefixes
-from tierstore.adapters.generate import TierOptions, kv_bytes, next_logits
+from tierstore.adapters.generate import TierOptions, next_logits
 from tierstore.adapters.models import DEMO_MODEL, LoadedModel, load_model
 from tierstore.benchmarks import fio
 from tierstore.benchmarks.findings import Findings
 from tierstore.benchmarks.keyed import full_segments
-from tierstore.benchmarks.language import check_window, real_text
+from tierstore.benchmarks.language import check_window, kv_bytes, real_text
 from tierstore.benchmarks.machine import Machine, file_system_of
 from tierstore.benchmarks.rounds import Measure, Ratio, Say, alternate, listed
 from tierstore.benchmarks.workload import forget

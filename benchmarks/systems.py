@@ -6,9 +6,9 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.adapters.attention import SparseAttention
-from tierstore.adapters.generate import kv_bytes
 from tierstore.adapters.presets import Preset
 from tierstore.benchmarks.alternatives import Alternatives
+from tierstore.benchmarks.language import kv_bytes
 from tierstore.benchmarks.random_blocks import RandomBlocks
 from tierstore.policies import LRU
 

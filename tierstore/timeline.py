@@ -90,15 +90,16 @@ class Timeline:
         """
         spans = sorted(self.spans, key=lambda span: span.start)
         lanes, most = _lanes(spans)
-        threads = [(track, lane) for track in self.tracks for lane in range(most[track])]
+        rows = [(track, lane) for track in self.tracks for lane in range(most[track])]
+        threads = {row: number for number, row in enumerate(rows, 1)}
         events: list[dict[str, object]] = [_named("process_name", 0, self.label)]
-        for thread, (track, lane) in enumerate(threads, 1):
+        for (track, lane), thread in threads.items():
             events.append(_named("thread_name", thread, f"{track} ({lane + 1})" if lane else track))
             order = {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": thread}
             events.append(order | {"args": {"sort_index": thread}})
-        start, numbers = self.start, {thread: number for number, thread in enumerate(threads, 1)}
+        start = self.start
         events += [
-            _event(span, numbers[span.track, lane], start)
+            _event(span, threads[span.track, lane], start)
             for span, lane in zip(spans, lanes, strict=True)
         ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -15,14 +15,7 @@ from tierstore.adapters.cli.summary import print_summary
 from tierstore.adapters.cli.text import visible
 from tierstore.adapters.cli.timeline import save_timeline
 from tierstore.adapters.documents import Document, build_prompt, builtin_document
-from tierstore.adapters.generate import (
-    TierOptions,
-    check_length,
-    compare,
-    end_tokens,
-    generate,
-    kv_bytes,
-)
+from tierstore.adapters.generate import TierOptions, check_length, compare, end_tokens, generate
 from tierstore.adapters.models import LoadedModel, load_model, named_dtype
 from tierstore.adapters.presets import preset_named
 from tierstore.sizes import parse_size_of
@@ -48,8 +41,8 @@ def ask(options: argparse.Namespace, document: Document | None) -> None:
     print(visible(document.question), end="\n\n", flush=True)
     timeline = None if options.timeline is None else Timeline(loaded.name)
     with Screen(tokenizer, document.begun_answer, ends, options.max_new_tokens) as screen:
-        whole = kv_bytes(loaded.model, len(prompt) + options.max_new_tokens)
-        tiers = replace(_tiers(options, whole), timeline=timeline)
+        tokens = len(prompt) + options.max_new_tokens
+        tiers = replace(_tiers(options, loaded, tokens), timeline=timeline)
         work = compare if options.compare else generate
         result = work(loaded.model, prompt, options.max_new_tokens, tiers, screen)
     outcome = _outcome(loaded, document, result)
@@ -60,8 +53,11 @@ def ask(options: argparse.Namespace, document: Document | None) -> None:
         save_timeline(timeline, options.timeline)
 
 
-def _tiers(options: argparse.Namespace, whole: int) -> TierOptions:
-    """The options for keys and values of `whole` bytes."""
+def _tiers(options: argparse.Namespace, loaded: LoadedModel, tokens: int) -> TierOptions:
+    """The options for a model that holds so many tokens."""
+    from tierstore.adapters.transformers import geometry_of
+
+    whole = geometry_of(loaded.model).kv_bytes(tokens)
 
     def size(name: str) -> int | None:
         limit = getattr(options, name)

@@ -146,16 +146,17 @@ def test_a_refused_piece_is_told_once_and_lost_never() -> None:
 
 
 def test_a_store_stays_true_when_the_disk_refuses(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     gate = Gate(64 * BLOCK)
     dram = PinnedTier(LAYOUT, 4096)
     store = BlockStore(LAYOUT, [dram, WriteBehindTier(gate, unlimited(), 8 * BLOCK)], [LRU()])
     segment = store.open(1)
     gate.refusal = OSError(28, "full")
     store.append(segment, filled(4)[None])
+    workers = set(threading.enumerate()) - before
     gate.is_open.set()
-    for thread in threading.enumerate():
-        if thread.name == "tierstore-write-behind":
-            thread.join(20)
+    for worker in workers:
+        worker.join(20)
     assert gate.refused.is_set()
     gate.is_open.clear()
     with pytest.raises(OSError, match="full"):
