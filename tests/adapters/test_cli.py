@@ -235,6 +235,24 @@ def test_a_run_without_comparison_says_so_by_null(
     assert len(record["generation"]["tokens"]) == 1
 
 
+def test_limits_may_be_shares_of_all_keys_and_values(
+    call: Callable[..., tuple[int, str, str]], model_directory: Path, document: Path
+) -> None:
+    target = document.parent / "run.json"
+    config = json.loads((model_directory / "config.json").read_text())
+    each = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
+    code, _, err = call(
+        *("generate", "--document", document, "--question", "Why?", "--dtype", "float32"),
+        *("--fast", "75%", "--dram", "100%", "--disk", document.parent / "kv"),
+        *("--model", model_directory, "--max-new-tokens", "8", "--json", target),
+    )
+    assert (code, err) == (0, "")
+    record = json.loads(target.read_text())
+    whole = (record["generation"]["prompt_tokens"] + 8) * each
+    limits = [tier["limit_bytes"] for tier in record["tiers"]["tiers"]]
+    assert limits[:2] == [whole * 3 // 4, whole]
+
+
 def test_a_second_run_loads_what_the_first_one_computed(
     call: Callable[..., tuple[int, str, str]],
     model_directory: Path,
