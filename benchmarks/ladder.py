@@ -68,7 +68,7 @@ _IN_MEMORY = {"memory": Rung(None, "head")}
 _ABOUT = {
     "a": "whole layers through a memory map",
     "b": "blocks in extents of 4 KiB past the page cache, merged, many at once",
-    "c": "blocks through mapped pages, those of near misses asked for ahead; DRAM is page cache",
+    "c": "blocks through mapped pages, all asked for as soon as they are known; DRAM is page cache",
     "d": "as (c), but 3/4 of DRAM are slots, shared out between heads by their stalls in a probe",
     "d, warm-up": "as (d), and the blocks that the prompt's end attends to start in fast and DRAM",
     "memory": "without a disk: all of them in DRAM",

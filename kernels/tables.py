@@ -272,6 +272,25 @@ def eligible(residents, row_ptr, leases, last_used, since, out, able):
 
 
 @njit
+def copies(residents, row_ptr, slot_above, leases, last_used, since, need, out):
+    """Residents that are above too, used since that step and not leased, `need` of a row at most.
+
+    Returns how many; `need` is then what is still needed of each row.
+    """
+    found = 0
+    for row in range(need.shape[0]):
+        for i in range(row_ptr[row], row_ptr[row + 1]):
+            handle = residents[i]
+            if need[row] == 0:
+                break
+            if slot_above[handle] >= 0 and leases[handle] == 0 and last_used[handle] >= since:
+                out[found] = handle
+                found += 1
+                need[row] -= 1
+    return found
+
+
+@njit
 def first_bad_victim(
     victims, expected_domains, domain_of, owner_segment, slot_of, leases, last_used, since
 ):
@@ -341,39 +360,3 @@ def residents(domains, members, counts, slot_of, valid_of, row_ptr, handles, slo
             valid[at] = valid_of[handle]
             at += 1
         row_ptr[i + 1] = at
-
-
-@njit
-def near_misses(row_ptr, scores, unit_scores, unit_of, blocks, margin, share, rows, ids):
-    """Blocks that score less than `margin` below the last one selected in their row, best first.
-
-    At most 1/share as many in a row as were selected there; to 1/16 of the margin, the best ones.
-    Returns how many; row and number of each are in `rows` and `ids`.
-    """
-    found = 0
-    bins = np.zeros(16, np.int64)
-    for row in range(blocks.shape[0]):
-        room = (row_ptr[row + 1] - row_ptr[row]) // share
-        if room == 0:
-            continue
-        cut = scores[row_ptr[row] : row_ptr[row + 1]].min()
-        table = min(row, unit_of.shape[0] - 1)
-        bins[:] = 0
-        for block in range(blocks[row]):
-            unit = unit_of[table, block]
-            if unit >= 0 and 0 < cut - unit_scores[row, unit] < margin:
-                bins[min(15, int((cut - unit_scores[row, unit]) * 16 / margin))] += 1
-        whole = 0
-        while whole < 16 and bins[: whole + 1].sum() <= room:
-            whole += 1
-        spare = room - bins[:whole].sum()
-        for block in range(blocks[row]):
-            unit = unit_of[table, block]
-            if unit >= 0 and 0 < cut - unit_scores[row, unit] < margin:
-                its = min(15, int((cut - unit_scores[row, unit]) * 16 / margin))
-                if its < whole or (its == whole and spare > 0):
-                    spare -= its == whole
-                    rows[found] = row
-                    ids[found] = block
-                    found += 1
-    return found

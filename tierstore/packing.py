@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy.typing as npt
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 _KINDS = "biufU"
+_KIND = re.compile(rf"[<>|][{_KINDS}][0-9]{{1,9}}")
+"""A type as `dtype.str` says it. NumPy reads many other texts too, some of them as Python."""
+
 _LENGTH = 8
 
 
@@ -34,11 +38,11 @@ def unpack_arrays(data: bytes) -> dict[str, npt.NDArray[Any]] | None:
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:
         for name, kind, shape in json.loads(data[_LENGTH:start]):
-            dtype, count = np.dtype(kind), math.prod(shape)
-            if dtype.kind not in _KINDS:
+            if not isinstance(name, str) or not _KIND.fullmatch(kind):
                 return None
+            dtype, count = np.dtype(kind), math.prod(shape)
             arrays[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
             start += count * dtype.itemsize
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
     return arrays if start == len(data) else None

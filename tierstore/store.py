@@ -3,7 +3,8 @@
 Tiers are given from the fastest to the last. The last one, the backing tier, holds every block;
 each tier above caches some of them. A selected block that is not in the top tier is brought there
 straight from the first tier that has it; a block that leaves a tier goes to the next one, unless
-that one has it already or is the backing tier.
+that one has it already or is the backing tier. Where that one needs room, copies of what the top
+tier has in use leave it first.
 """
 
 from __future__ import annotations
@@ -409,11 +410,7 @@ class BlockStore:
         Only for blocks that no tier above has. Nothing changes where blocks are.
         """
         with self._lock:
-            handles = self._handles(segments, blocks[:, None])
-            for residency in self._moves.residency[: self.backing]:
-                handles = handles[residency.slot_of.array[handles] < 0]
-            slots = self._moves.residency[self.backing].slot_of.array[handles]
-            self.tiers[self.backing].expect(slots)
+            self._moves.expect(self._handles(segments, blocks[:, None]).reshape(-1))
 
     def owners(self, level: int) -> Ids:
         """The segment whose block stands in each slot of a tier, int32 [slots]; -1 for none."""

@@ -51,7 +51,8 @@ class Transfers:
     """The tiers of a chain with what each holds; level 0 is the top, the last one is `backing`.
 
     Invariants: every block is in the backing tier; a block that is leased, or stamped with the
-    running step, is not evicted, nor from below the top tier one stamped since a live visit began.
+    running step, is not evicted, nor from below the top tier one stamped since a live visit began,
+    unless the top tier has it too.
     """
 
     def __init__(
@@ -126,9 +127,13 @@ class Transfers:
         return int(n)
 
     def reserve(self, handles: Ids, access: Access) -> Fetch:
-        """Room in the top tier for those of `handles` that it lacks, and where they are now."""
+        """Room in the top tier for those of `handles` that it lacks, and where they are now.
+
+        The backing tier begins to read before others make room, so that both go on at once.
+        """
         top = self.residency[0]
         missing = handles[top.slot_of.array[handles] < 0]
+        self.expect(missing)
         self.make_room(0, missing, access)
         slots = top.take_slots(len(missing))
         try:
@@ -137,6 +142,15 @@ class Transfers:
             top.return_slots(slots)
             raise
         return Fetch(missing, slots, sources)
+
+    def expect(self, handles: Ids) -> None:
+        """Let the backing tier begin with those blocks that no tier above it has."""
+        started = perf_counter()
+        for residency in self.residency[: self.backing]:
+            handles = handles[residency.slot_of.array[handles] < 0]
+        if len(handles):
+            self.tiers[self.backing].expect(self.residency[self.backing].slot_of.array[handles])
+        self.metrics.fetch_seconds += perf_counter() - started
 
     def _sources(self, missing: Ids, slots: Ids) -> Iterator[_Source]:
         """The first tier below the top that has each block, for all blocks of a tier at once."""
@@ -321,8 +335,14 @@ class Transfers:
 
     # Out of a tier
 
-    def make_room(self, level: int, incoming: Ids, access: Access) -> None:
-        """Evict until the domains of `incoming` have room for it, as far as anything may leave."""
+    def make_room(
+        self, level: int, incoming: Ids, access: Access, *, keep: Ids = _NONE
+    ) -> None:
+        """Evict until the domains of `incoming` have room for it, as far as anything may leave.
+
+        Below the top tier, copies of what the running step has there leave before the policy is
+        asked, but none of `keep`.
+        """
         residency = self.residency[level]
         need: Pointers = np.zeros(len(residency.counts), np.int64)
         if not tables.room_needed(
@@ -333,7 +353,25 @@ class Transfers:
         wanted = need[domains]
         if level > 0:
             wanted = np.maximum(wanted, residency.quota[domains] // _BATCHES)
-        self.evict(level, self.victims(level, domains, wanted, access, incoming))
+            self._remove(level, self._copies(level, domains, wanted, keep))
+            domains, wanted = domains[wanted > 0], wanted[wanted > 0]
+        if len(domains):
+            self.evict(level, self.victims(level, domains, wanted, access, incoming))
+
+    def _copies(self, level: int, domains: Ids, need: Pointers, keep: Ids) -> Ids:
+        """Blocks that the running step uses in the top tier and that are here too, so that nothing
+        is lost by them; `need` of each domain at most, and less is needed then.
+        """
+        row_ptr, residents = self.residency[level].collect(domains)
+        found: Ids = np.empty(len(residents), np.int32)
+        leases = self.leases.array
+        leases[keep] += 1
+        count = tables.copies(
+            residents, row_ptr, self.residency[0].slot_of.array, leases, self.last_used.array,
+            self.step, need, found,
+        )  # fmt: skip
+        leases[keep] -= 1
+        return found[:count]
 
     def victims(
         self, level: int, domains: Ids, need: Pointers, access: Access, incoming: Ids = _NONE
@@ -415,13 +453,19 @@ class Transfers:
             return
         below = level + 1
         if below < self.backing:
-            lost = handles[self.residency[below].slot_of.array[handles] < 0]
-            self.make_room(below, lost, self.idle_access())
+            has_copy, _ = self._found(below, handles)
+            lost = handles[~has_copy]
+            self.make_room(below, lost, self.idle_access(), keep=handles[has_copy])
             cached = self.cache(below, lost, *self._bytes_of(level, lost))
             self.metrics.tiers[level].demotions += cached
-        self.residency[level].remove(handles)
-        self.tell(level, "on_evict", handles)
-        self.metrics.tiers[level].evictions += len(handles)
+        self._remove(level, handles)
+
+    def _remove(self, level: int, handles: Ids) -> None:
+        """Take blocks out of a tier, into none."""
+        if len(handles):
+            self.residency[level].remove(handles)
+            self.tell(level, "on_evict", handles)
+            self.metrics.tiers[level].evictions += len(handles)
 
     def _bytes_of(self, level: int, handles: Ids) -> tuple[Bytes, Ids]:
         """Where the bytes of blocks in a tier can be read: an array and rows of it."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.adapters.attention import exact, sync
+from tierstore.adapters.attention import exact
 from tierstore.adapters.attention.admission import check_room
 from tierstore.adapters.attention.attending import Attending, nothing
 from tierstore.adapters.attention.capacity import fit_middle_tiers, reserve_backing
@@ -114,8 +114,8 @@ class Batch:
         kind = SPECULATIVE.get(rules.schedule, Stages)
         memories = device_memory, self.store.memory
         self._stages = kind(self.store, rules, self._attending, self.layers, memories)
-        if rules.sync is not None:
-            self._stages.sync = sync.Sync(self.store, rules.sync, self._scratch)
+        if rules.sync is not None and rules.sync.reads_layers:
+            self._stages.layer_scratch = self._scratch
 
     def settle(self) -> None:
         """Return when nothing is under way any more; raise what went wrong with it."""

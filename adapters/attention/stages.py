@@ -8,6 +8,7 @@ import numpy as np
 
 from tierstore.adapters.attention.selection import of_rows
 from tierstore.adapters.attention.step import LayerStep
+from tierstore.adapters.attention.whole_layers import bring_layer
 from tierstore.pipeline import STAGES, Pipeline, Task, perform, schedule
 from tierstore.scratch import Scratch
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tierstore.adapters.attention.layer import Layer
     from tierstore.adapters.attention.places import Places
     from tierstore.adapters.attention.rules import Rules
-    from tierstore.adapters.attention.sync import Sync
     from tierstore.interfaces import Ids, Index
     from tierstore.kernels.element import Array
     from tierstore.memory import Memory
@@ -81,8 +81,8 @@ class Stages:
         self._updating: Run | None = None
         self.places: Places | None = None
         """Where blocks are attended that are not in the top tier; None: all are brought there."""
-        self.sync: Sync | None = None
-        """What is done as soon as blocks are selected."""
+        self.layer_scratch: Scratch | None = None
+        """Through which layers are read whole before their attention; None: they are not."""
         self._step = 0
 
     def watch(self, timeline: Timeline | None) -> None:
@@ -138,7 +138,8 @@ class Stages:
     def _calls(self, step: LayerStep, out: torch.Tensor) -> dict[str, Callable[[Task], None]]:
         def select(task: Task) -> None:
             step.select(task)
-            self._sync(step, task.micro_batch)
+            if self.layer_scratch is not None and step.selections[0] is not None:
+                bring_layer(self._store, step.layer.segments, self.layer_scratch)
             if len(self._rows) == 1:
                 step.take_work_space()
                 if self.places is not None:
@@ -148,11 +149,6 @@ class Stages:
             step.compute(out)
 
         return {"select": select, "judge": step.judge, "fetch": step.fetch, "compute": compute}
-
-    def _sync(self, step: LayerStep, part: int) -> None:
-        selection, rows = step.selections[part], step.rows[part]
-        if self.sync is not None and selection is not None:
-            self.sync.selected(selection, step.layer.segments[rows], step.layer.blocks[rows])
 
     def attend_rows(self, asked: Question, rows: slice, out: torch.Tensor) -> None:
         """`attend` for some rows alone, one stage after the other, after an error with all."""
@@ -209,8 +205,8 @@ class Stages:
     def _micro_batch(self, sequences: int) -> int:
         """Sequences of a micro-batch; all where nothing could overlap."""
         rules = self._rules
-        reads_layers = rules.sync is not None and rules.sync.reads_layers
-        if rules.on_selection is not None or self.places is not None or reads_layers:
+        takes_all = rules.on_selection is not None or self.places is not None
+        if takes_all or self.layer_scratch is not None:
             return sequences
         if rules.micro_batch is not None:
             return min(rules.micro_batch, sequences)

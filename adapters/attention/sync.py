@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.adapters.attention.speculation import SPECULATIVE
 from tierstore.errors import ConfigError
-from tierstore.kernels import tables
 from tierstore.policies.fair import fair_shares
 from tierstore.tiers.paged import PagedTier, page_range
 from tierstore.tiers.write_behind import WriteBehindTier
 
 if TYPE_CHECKING:
     from tierstore.adapters.attention.geometry import Geometry
-    from tierstore.interfaces import Bytes, Ids, Pointers, Selection
+    from tierstore.interfaces import Ids, Pointers
     from tierstore.policies.plan import Plan
     from tierstore.policies.profile import Amounts
-    from tierstore.scratch import Scratch
     from tierstore.store import BlockStore
-
-_PIECE_BYTES = 2 << 20
-_PIECE_SHARE = 16
-"""Where layers are read whole, 1/16 of DRAM is read at once, and 2 MiB at most."""
-
-NEAR = 1.0
-"""Blocks that score so many nats less than the last one selected are expected soon."""
-
-NEAR_SHARE = 2
-"""At most 1/2 as many blocks of a row are expected as were selected of it. On the demo model drawn
-out to 32,768 tokens this halves the pages that a step waits for, and reads 1.7 times as many."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +30,20 @@ class SyncLevel:
     reads_layers: a layer is read whole, through a memory map, before its attention.
     is_direct: blocks are read in extents past the page cache, many at once; otherwise through a
         memory map, of which DRAM holds the pages used last.
-    expects: the pages of likely blocks are asked for while other layers compute.
     pinned: share of DRAM for slots that each head has of its own; the rest is page cache.
     """
 
     name: str
     reads_layers: bool = False
     is_direct: bool = False
-    expects: bool = False
     pinned: float = 0.0
 
 
 SYNC_LEVELS = {
     "a": SyncLevel("layer-wise", reads_layers=True),
     "b": SyncLevel("block-wise", is_direct=True),
-    "c": SyncLevel("hierarchical", expects=True),
-    "d": SyncLevel("balanced", expects=True, pinned=0.75),
+    "c": SyncLevel("hierarchical"),
+    "d": SyncLevel("balanced", pinned=0.75),
 }
 
 
@@ -76,21 +60,6 @@ def sync_level(level: str | None, schedule: str) -> SyncLevel | None:
             "selects: expected another schedule, or no sync="
         )
     return SYNC_LEVELS[level]
-
-
-class Sync:
-    """What a level does once blocks of a layer are selected. scratch: of the host."""
-
-    def __init__(self, store: BlockStore, level: SyncLevel, scratch: Scratch) -> None:
-        self.level = level
-        self._store, self._scratch = store, scratch
-
-    def selected(self, selection: Selection, segments: Ids, blocks: Ids) -> None:
-        """Of `segments`, which have so many `blocks`, these are selected."""
-        if self.level.reads_layers:
-            bring_layer(self._store, segments, self._scratch)
-        if self.level.expects:
-            expect_near(self._store, selection, segments, blocks)
 
 
 def check_stalls(
@@ -177,52 +146,3 @@ def share_out(total: int, weights: Amounts, most: Pointers) -> Pointers:
     rest = rest[whole[rest] < most[rest]][:spare]
     whole[rest] += 1
     return whole
-
-
-def bring_layer(store: BlockStore, segments: Ids, scratch: Scratch) -> None:
-    """Read all blocks of `segments`, piece by piece into `scratch`."""
-    started = perf_counter()
-    blocks = store.space.blocks[segments]
-    numbers = [np.arange(count, dtype=np.int32) for count in blocks.tolist()]
-    store.expect(np.repeat(segments, blocks), np.concatenate(numbers))
-    nbytes = min(_PIECE_BYTES, store.memory.limit_bytes // _PIECE_SHARE)
-    shape = max(len(segments), nbytes // store.layout.block_bytes), store.layout.block_bytes
-    staging: Bytes = scratch.array("layer", shape, np.uint8)
-    for count in np.unique(blocks).tolist():
-        _read_pieces(store, segments[blocks == count], count, staging)
-    store.metrics.fetch_seconds += perf_counter() - started
-
-
-def _read_pieces(store: BlockStore, segments: Ids, blocks: int, staging: Bytes) -> None:
-    each = len(staging) // len(segments)
-    for first in range(0, blocks, each):
-        count = min(each, blocks - first)
-        out = staging[: len(segments) * count].reshape(len(segments), count, -1)
-        store.read(segments, first, count, out)
-
-
-def expect_near(store: BlockStore, selection: Selection, segments: Ids, blocks: Ids) -> None:
-    """Let the disk prepare blocks that were nearly selected: the next step may select them.
-
-    blocks: int32 [R], how many each row has. Nothing of them is attended before it is selected.
-    """
-    everything = selection.everything
-    if everything is None or not len(selection.ids):
-        return
-    started = perf_counter()
-    rows, near = near_misses(selection, blocks)
-    store.expect(segments[rows], near)
-    store.metrics.fetch_seconds += perf_counter() - started
-
-
-def near_misses(selection: Selection, blocks: Ids) -> tuple[Ids, Ids]:
-    """Rows and numbers of blocks whose score is a little below that of the last one selected."""
-    everything = selection.everything
-    assert everything is not None
-    most = len(selection.ids) // NEAR_SHARE
-    rows, near = np.empty(most, np.int32), np.empty(most, np.int32)
-    found = tables.near_misses(
-        selection.row_ptr, selection.scores, everything.unit_scores, everything.unit_of, blocks,
-        np.float32(NEAR), NEAR_SHARE, rows, near,
-    )  # fmt: skip
-    return rows[:found], near[:found]

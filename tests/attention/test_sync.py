@@ -15,17 +15,9 @@ from hypothesis import strategies as st
 from stories import SCALE, Story, check_step, prefilled, small
 
 from tierstore.adapters.attention import SparseAttention, chain
-from tierstore.adapters.attention.sync import (
-    NEAR,
-    NEAR_SHARE,
-    SYNC_LEVELS,
-    mapped,
-    near_misses,
-    share_out,
-)
+from tierstore.adapters.attention.sync import SYNC_LEVELS, mapped, share_out
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import ConfigError
-from tierstore.interfaces import BlockScores, Selection
 from tierstore.layout import BlockLayout
 from tierstore.memory import Memory
 from tierstore.sizes import parse_size
@@ -37,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tierstore.interfaces import Ids
     from tierstore.kernels.element import Array
 
 LIMITS = {"fast": "700KiB", "dram": "300KiB"}
@@ -335,18 +328,28 @@ def test_stalls_are_counted_for_the_head_whose_blocks_were_on_disk(tmp_path: Pat
     engine.close()
 
 
-def test_likely_blocks_are_asked_for_ahead(tmp_path: Path) -> None:
-    """At level (c) the disk reads pages that no step had to wait for."""
+def test_the_disk_begins_before_room_is_made(tmp_path: Path) -> None:
+    """At level (c) the pages that a step lacks are asked for while the fast tier still has what
+    they will replace."""
     story = Story(small(), sequences=1)
-    engine = engine_at("c", story, tmp_path, dram="250KiB", preset=no_warm_up())
-    engine.store.tiers[2].sync()
+    engine = engine_at("c", story, tmp_path, dram="250KiB", preset=no_warm_up(), window=1.0)
+    check_step(engine, story, 2e-5)
     disk = mapped(engine.store)
     assert disk is not None
-    disk.drop_cache()
-    before = disk.pages_read - disk.waits.sum()
+    evictions = engine.store.metrics.tiers[0]
+    asked: list[tuple[int, int]] = []
+
+    def expect(slots: Ids) -> None:
+        asked.append((len(slots), evictions.evictions))
+        PagedTier.expect(disk, slots)
+
+    disk.expect = expect  # type: ignore[method-assign]
     for _ in range(5):
+        before, read = evictions.evictions, engine.store.metrics.tiers[2].hits
         check_step(engine, story, 2e-5)
-    assert disk.pages_read - disk.waits.sum() > before
+        assert sum(blocks for blocks, _ in asked) == engine.store.metrics.tiers[2].hits - read
+        assert asked[0][1] == before < evictions.evictions
+        asked.clear()
     engine.close()
 
 
@@ -397,38 +400,3 @@ def test_shares_add_up_and_follow_the_weights(total: int, rows: list[tuple[float
         for j in range(len(rows)):
             if weights[i] > weights[j] and shares[i] < most[i]:
                 assert shares[i] >= shares[j] - 1
-
-
-@given(st.integers(0, 999), st.integers(1, 4), st.integers(1, 12), st.booleans())
-def test_near_misses_are_the_best_of_those_below_the_cut(
-    seed: int, rows: int, units: int, is_shared: bool
-) -> None:
-    random = np.random.default_rng(seed)
-    blocks = random.integers(units, 9 * units, rows).astype(np.int32)
-    scores = random.normal(0, 1, (rows, units)).astype(np.float32)
-    tables = 1 if is_shared else rows
-    unit_of = random.integers(-1, units, (tables, int(blocks.max()))).astype(np.int32)
-    ids: list[int] = []
-    picked: list[np.float32] = []
-    row_ptr, near = [0], []
-    for row in range(rows):
-        table = unit_of[min(row, tables - 1), : blocks[row]]
-        own = np.where(table < 0, -np.inf, scores[row, np.maximum(table, 0)]).astype(np.float32)
-        chosen = [b for b in np.argsort(-own)[: random.integers(0, 24)] if table[b] >= 0]
-        ids += chosen
-        picked += [own[b] for b in chosen]
-        row_ptr.append(len(ids))
-        below = min((own[b] for b in chosen), default=np.float32(np.inf)) - own
-        near.append({int(b): float(below[b]) for b in np.flatnonzero((below > 0) & (below < NEAR))})
-    selection = Selection(
-        np.array(row_ptr, np.int64), np.array(ids, np.int32), np.array(picked, np.float32),
-        BlockScores(scores, unit_of, np.arange(rows, dtype=np.int32)),
-    )  # fmt: skip
-    found = list(zip(*(each.tolist() for each in near_misses(selection, blocks)), strict=True))
-    assert len(set(found)) == len(found)
-    for row, candidates in enumerate(near):
-        mine = [block for at, block in found if at == row]
-        assert len(mine) == min(len(candidates), (row_ptr[row + 1] - row_ptr[row]) // NEAR_SHARE)
-        worst = max((candidates[block] for block in mine), default=0.0)
-        left = [below for block, below in candidates.items() if block not in mine]
-        assert worst <= min(left, default=np.inf) + NEAR / 16 + 1e-6

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -47,11 +48,42 @@ def test_other_bytes_are_nothing(data: bytes) -> None:
 
 
 @given(st.integers(0, len(PACKED) - 1), st.integers(1, 255))
+@example(16, 16)
 def test_changed_bytes_are_arrays_or_nothing(position: int, change: int) -> None:
     data = bytearray(PACKED)
     data[position] ^= change
     found = unpack_arrays(bytes(data))
     assert found is None or all(isinstance(array, np.ndarray) for array in found.values())
+
+
+@given(st.text(max_size=5) | st.from_regex(r"[<>|=,][biufUOVS,][0-9]*", fullmatch=True))
+@example(",i8")
+@example("<U999999999")
+@example("<U99999999999999999999")
+@example("(2,)i4")
+def test_any_text_for_a_type_is_arrays_or_nothing(kind: str) -> None:
+    check_head([("a", kind, [5])])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+
+
+@given(JSON | st.lists(st.tuples(JSON, st.sampled_from(["<i8", "<U2"]), JSON), max_size=2))
+@example([("a", "<i8", [2**70])])
+@example([("a", "<i8", [-1])])
+@example([(7, "<i8", [5])])
+def test_any_head_is_arrays_or_nothing(head: object) -> None:
+    check_head(head)
+
+
+def check_head(head: object) -> None:
+    text = json.dumps(head).encode()
+    found = unpack_arrays(len(text).to_bytes(8, "little") + text + bytes(40))
+    assert found is None or all(isinstance(name, str) for name in found)
 
 
 def test_objects_are_refused() -> None:

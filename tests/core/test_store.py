@@ -372,6 +372,33 @@ def test_no_more_blocks_leave_than_must(make_store: Callable[..., BlockStore]) -
     assert it.where(1) == {0}
 
 
+def test_copies_of_what_a_step_has_above_leave_first(
+    make_store: Callable[..., BlockStore],
+) -> None:
+    it = filled(make_store("device", "pinned", "late", slots=(2, 2)), 1, 5, quota=2)
+    for blocks in ([0, 1], [2, 3], [0, 2]):
+        it.visit(blocks)
+    assert (it.where(0), it.where(1)) == ({0, 2}, {0, 3})
+    it.visit([0, 4])
+    assert (it.where(0), it.where(1)) == ({0, 4}, {2, 3})
+
+
+def test_a_block_that_leaves_keeps_its_copy_below(make_store: Callable[..., BlockStore]) -> None:
+    it = filled(make_store("device", "pinned", "late", slots=(2, 2)), 1, 5, quota=2)
+    for blocks in ([0, 1], [2, 3], [0, 2], [1, 4]):
+        it.visit(blocks)
+    assert (it.where(0), it.where(1)) == ({1, 4}, {0, 2})
+
+
+def test_a_leased_copy_stays(make_store: Callable[..., BlockStore]) -> None:
+    it = filled(make_store("device", "pinned", "late", slots=(2, 2)), 1, 5, quota=2)
+    for blocks in ([0, 1], [2, 3], [0, 2]):
+        it.visit(blocks)
+    with it.store.lease(it.segments, np.array([[0]], np.int32)):
+        it.visit([0, 4])
+        assert (it.where(0), it.where(1)) == ({0, 4}, {0, 2})
+
+
 def test_a_domain_without_room_is_refused(make_store: Callable[..., BlockStore]) -> None:
     it = filled(make_store("device", "mmap", slots=(2,)), 2, 4)
     it.store.set_quota(it.segments[:1], np.array([2]))

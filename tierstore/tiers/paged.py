@@ -35,8 +35,9 @@ class PagedTier(MmapTier):
     """Blocks in a mapped file, of which at most `cache` bytes stay in the system's page cache.
 
     A read asks for all the pages that it lacks before it waits for the first, and `expect` asks
-    for pages and does not wait at all. The pages used longest ago leave. What is in the cache is a
-    matter of speed alone: the map always has the right bytes.
+    for pages and does not wait at all. The pages used longest ago leave, after a read, and before
+    more are expected. What is in the cache is a matter of speed alone: the map always has the
+    right bytes.
 
     Parameters
     ----------
@@ -57,9 +58,7 @@ class PagedTier(MmapTier):
         self._used: Ids = np.empty(0, np.int32)
         """Number of the last call that used each page; -1 for one that is not in memory."""
         self.waits: Ids = np.empty(0, np.int32)
-        """How often a read had to ask for each page: the stalls, page faults of the disk."""
-        self.pages_read = 0
-        """Pages asked of the disk, for reads and for what was expected."""
+        """How often each page had to be asked of the disk: the stalls."""
         self._held = 0
         self._call = 0
         self._is_dirty = False
@@ -98,9 +97,7 @@ class PagedTier(MmapTier):
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
     ) -> Completion:
         with self._counting:
-            missing = self._use(slots)
-            self.waits[missing] += 1
-            self._ask(missing)
+            self._ask(self._use(slots))
         done = super().read(slots, out, rows, parts)
         with self._counting:
             self._trim(_BATCHES)
@@ -118,8 +115,8 @@ class PagedTier(MmapTier):
 
     def expect(self, slots: Ids) -> None:
         with self._counting:
-            self._ask(self._use(slots))
             self._trim(_BATCHES)
+            self._ask(self._use(slots))
 
     def drop_cache(self) -> None:
         """Have no page of the file in memory."""
@@ -156,7 +153,7 @@ class PagedTier(MmapTier):
 
     def _ask(self, pages: Pointers) -> None:
         """Have the system begin to read pages, those next to each other together."""
-        self.pages_read += len(pages)
+        self.waits[pages] += 1
         if self._map is None or len(pages) == 0:
             return
         ask = self._map.madvise
