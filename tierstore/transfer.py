@@ -335,9 +335,7 @@ class Transfers:
 
     # Out of a tier
 
-    def make_room(
-        self, level: int, incoming: Ids, access: Access, *, keep: Ids = _NONE
-    ) -> None:
+    def make_room(self, level: int, incoming: Ids, access: Access, *, keep: Ids = _NONE) -> None:
         """Evict until the domains of `incoming` have room for it, as far as anything may leave.
 
         Below the top tier, copies of what the running step has there leave before the policy is

@@ -99,7 +99,7 @@ class SparseAttention:
     schedule: in which order the stages of a step follow each other, as
         `tierstore.pipeline.schedule` names them; the preset's by default.
     micro_batch: sequences that pass the stages together; by default what the plan says, or a
-        quarter of the batch where the last tier is a disk, else all.
+        quarter of the batch on a GPU over a disk, else all.
     sync: how blocks come from disk: ``"a"`` whole layers, ``"b"`` extents past the page cache,
         ``"c"`` through pages in DRAM that are asked for ahead, ``"d"`` as (c) with slots in DRAM
         for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 _ATTENTION = STAGES[:4]
 _QUARTERS = 4
-"""Micro-batches that a batch is cut into by default: as many as can be in a stage each."""
+"""Micro-batches that a batch is cut into by default on a GPU: as many as can be in a stage each. On
+a CPU all stages want the same cores, and each micro-batch costs calls."""
 
 
 class Question(NamedTuple):
@@ -210,8 +211,9 @@ class Stages:
             return sequences
         if rules.micro_batch is not None:
             return min(rules.micro_batch, sequences)
+        has_own_device = rules.geometry.device.type != "cpu"
         is_on_disk = self._store.tiers[-1].memory is None
-        is_worth_it = rules.schedule != "sequential" and is_on_disk
+        is_worth_it = rules.schedule != "sequential" and has_own_device and is_on_disk
         return -(-sequences // _QUARTERS) if is_worth_it else sequences
 
     def _make_parts(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -131,12 +132,28 @@ def test_overlapped_stages_give_the_same_outputs(
 def test_the_whole_batch_at_once_gives_the_same_outputs(
     make: Callable[..., SparseAttention],
 ) -> None:
-    engines = [make("sequential", SEQUENCES), make("sfc"), make()]
+    engines = [make("sequential", SEQUENCES), make("sfc", 1), make()]
     expected, *others = map(told, engines)
     assert all(torch.equal(expected, other) for other in others)
     fetched = {engine.report().fetched_bytes for engine in engines}
     hits = {engine.report().hit_rate for engine in engines}
     assert len(fetched) == len(hits) == 1
+
+
+def test_micro_batches_are_for_devices_of_their_own(make: Callable[..., SparseAttention]) -> None:
+    engine = make("sfc")
+    STORY.prefill(engine)
+    STORY.decode(engine, slice(1))
+    batch = engine._running.batch
+    assert batch is not None
+    stages = batch._stages
+    assert not stages.is_overlapped
+    on_gpu = replace(GEOMETRY, device=torch.device("cuda"))
+    for schedule, size in (("sequential", 8), ("sfc", 2)):
+        stages._rules = stages._rules._replace(geometry=on_gpu, schedule=schedule)
+        assert stages._micro_batch(8) == size
+    stages._rules = stages._rules._replace(micro_batch=3)
+    assert stages._micro_batch(8) == 3
 
 
 def test_sequences_come_and_go_between_overlapped_steps(
