@@ -26,7 +26,7 @@ from tierstore.sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_PREFILL_ROUNDS = 3
+_PREFILL_ROUNDS = 5
 _PREFILLED = ("dynamic", "kvdrive", "half")
 
 _RATIOS = (

@@ -44,7 +44,7 @@ DRAM_SHARE = 1 / 4
 TABLE_BYTES = 128
 """Of directory and policies for each block; DRAM has them beside its share."""
 
-CAPTURED, STEPS, PROBE = 7_000, 48, 16
+CAPTURED, STEPS, PROBE = 7_000, 96, 16
 """Tokens and steps of the captured text; steps of a probe run that level (d) is divided by."""
 
 _WIDTH, _HIDDEN = 576, 1_536
@@ -102,7 +102,7 @@ def run(
     *,
     tokens: int = 32_768,
     layers: int = 8,
-    repeat: int = 32,
+    repeat: int = 96,
     captures: str | None = None,
     disk: str | None = None,
 ) -> Findings:
