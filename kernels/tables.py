@@ -272,21 +272,24 @@ def eligible(residents, row_ptr, leases, last_used, since, out, able):
 
 
 @njit
-def copies(residents, row_ptr, slot_above, leases, last_used, since, need, out):
-    """Residents that are above too, used since that step and not leased, `need` of a row at most.
+def copies(residents, row_ptr, slot_above, leases, last_used, since, keep, most, out):
+    """Residents that are above too, used since that step and not leased, at most so many of a row.
 
-    Returns how many; `need` is then what is still needed of each row.
+    keep: handles, rising, of those that stay. Returns how many; `most` is then what is left of it.
     """
     found = 0
-    for row in range(need.shape[0]):
+    for row in range(most.shape[0]):
         for i in range(row_ptr[row], row_ptr[row + 1]):
             handle = residents[i]
-            if need[row] == 0:
+            if most[row] == 0:
                 break
-            if slot_above[handle] >= 0 and leases[handle] == 0 and last_used[handle] >= since:
+            if slot_above[handle] < 0 or leases[handle] != 0 or last_used[handle] < since:
+                continue
+            at = np.searchsorted(keep, handle)
+            if at == keep.shape[0] or keep[at] != handle:
                 out[found] = handle
                 found += 1
-                need[row] -= 1
+                most[row] -= 1
     return found
 
 

@@ -22,7 +22,8 @@ class StoreMetrics:
 
     fetched: selected blocks that were brought into the top tier. filtered: selected blocks that
     were left where they are, since they were not worth it. fetch_seconds: what
-    fetches took, each by itself: several may be under way at once.
+    fetches took, each by itself: several may be under way at once. What the disk does while
+    room is made for its blocks is not in it.
     """
 
     def __init__(self, names: list[str]) -> None:

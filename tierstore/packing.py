@@ -38,7 +38,7 @@ def unpack_arrays(data: bytes) -> dict[str, npt.NDArray[Any]] | None:
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:
         for name, kind, shape in json.loads(data[_LENGTH:start]):
-            if not isinstance(name, str) or not _KIND.fullmatch(kind):
+            if not isinstance(name, str) or not _KIND.fullmatch(kind) or min(shape, default=0) < 0:
                 return None
             dtype, count = np.dtype(kind), math.prod(shape)
             arrays[name] = np.frombuffer(data, dtype, count, start).reshape(shape)

@@ -3,8 +3,8 @@
 Tiers are given from the fastest to the last. The last one, the backing tier, holds every block;
 each tier above caches some of them. A selected block that is not in the top tier is brought there
 straight from the first tier that has it; a block that leaves a tier goes to the next one, unless
-that one has it already or is the backing tier. Where that one needs room, copies of what the top
-tier has in use leave it first.
+that one has it already or is the backing tier. Where that one needs room, copies of what the last
+step uses in the top tier leave it first, to none.
 """
 
 from __future__ import annotations
@@ -404,14 +404,6 @@ class BlockStore:
             handles = self._handles(segments, np.broadcast_to(numbers, home.shape))
             promote(self._moves, handles, home.reshape(-1))
 
-    def expect(self, segments: Ids, blocks: Ids) -> None:
-        """Block ``blocks[i]`` of ``segments[i]`` may be wanted soon: the backing tier may prepare.
-
-        Only for blocks that no tier above has. Nothing changes where blocks are.
-        """
-        with self._lock:
-            self._moves.expect(self._handles(segments, blocks[:, None]).reshape(-1))
-
     def owners(self, level: int) -> Ids:
         """The segment whose block stands in each slot of a tier, int32 [slots]; -1 for none."""
         with self._lock:
@@ -466,6 +458,8 @@ class BlockStore:
         is_news: bool = True,
     ) -> PendingVisit:
         """The first half of `visit`: hits and misses, the policy's victims, slots for the misses.
+
+        The last tier begins to read what only that one has.
 
         Fetching, in any thread, is the second half; `PendingVisit.release` ends the visit. A thread
         may have several, each of other domains of the top tier; where another thread has one of the

@@ -51,8 +51,8 @@ class Transfers:
     """The tiers of a chain with what each holds; level 0 is the top, the last one is `backing`.
 
     Invariants: every block is in the backing tier; a block that is leased, or stamped with the
-    running step, is not evicted, nor from below the top tier one stamped since a live visit began,
-    unless the top tier has it too.
+    running step, is not evicted, nor from below the top tier one stamped since a live visit began;
+    there, what is not leased may also leave if the top tier has it and goes on to have it.
     """
 
     def __init__(
@@ -335,11 +335,12 @@ class Transfers:
 
     # Out of a tier
 
-    def make_room(self, level: int, incoming: Ids, access: Access, *, keep: Ids = _NONE) -> None:
+    def make_room(self, level: int, incoming: Ids, access: Access, *, leaving: Ids = _NONE) -> None:
         """Evict until the domains of `incoming` have room for it, as far as anything may leave.
 
-        Below the top tier, copies of what the running step has there leave before the policy is
-        asked, but none of `keep`.
+        Below the top tier, copies of what the last step uses there leave first, and the policy is
+        asked where that is not enough. leaving: blocks on their way out of the tiers above, whose
+        copies stay.
         """
         residency = self.residency[level]
         need: Pointers = np.zeros(len(residency.counts), np.int64)
@@ -348,28 +349,30 @@ class Transfers:
         ):
             return
         domains = np.flatnonzero(need).astype(np.int32)
-        wanted = need[domains]
+        wanted = short = need[domains]
         if level > 0:
-            wanted = np.maximum(wanted, residency.quota[domains] // _BATCHES)
-            self._remove(level, self._copies(level, domains, wanted, keep))
-            domains, wanted = domains[wanted > 0], wanted[wanted > 0]
+            most = np.maximum(short, residency.quota[domains] // _BATCHES)
+            wanted = self._drop_copies(level, domains, most, leaving)
+            is_short = most - wanted < short
+            domains, wanted = domains[is_short], wanted[is_short]
         if len(domains):
-            self.evict(level, self.victims(level, domains, wanted, access, incoming))
+            victims = self.victims(level, domains, wanted, access, incoming)
+            self.evict(level, victims, leaving)
 
-    def _copies(self, level: int, domains: Ids, need: Pointers, keep: Ids) -> Ids:
-        """Blocks that the running step uses in the top tier and that are here too, so that nothing
-        is lost by them; `need` of each domain at most, and less is needed then.
+    def _drop_copies(self, level: int, domains: Ids, most: Pointers, leaving: Ids) -> Pointers:
+        """Let blocks go that the last step uses in the top tier, so that they are not lost.
+
+        At most so many of each domain; returns how many fewer they were.
         """
         row_ptr, residents = self.residency[level].collect(domains)
         found: Ids = np.empty(len(residents), np.int32)
-        leases = self.leases.array
-        leases[keep] += 1
+        left = most.copy()
         count = tables.copies(
-            residents, row_ptr, self.residency[0].slot_of.array, leases, self.last_used.array,
-            self.step, need, found,
+            residents, row_ptr, self.residency[0].slot_of.array, self.leases.array,
+            self.last_used.array, self.step, np.sort(leaving), left, found,
         )  # fmt: skip
-        leases[keep] -= 1
-        return found[:count]
+        self._remove(level, found[:count])
+        return left
 
     def victims(
         self, level: int, domains: Ids, need: Pointers, access: Access, incoming: Ids = _NONE
@@ -445,15 +448,18 @@ class Transfers:
             reason = "is used by the running step"
         return f"{block}, which {reason}"
 
-    def evict(self, level: int, handles: Ids) -> None:
-        """Take blocks out of a tier; the next gets those it lacks, unless it is the last."""
+    def evict(self, level: int, handles: Ids, leaving: Ids = _NONE) -> None:
+        """Take blocks out of a tier; the next gets those it lacks, unless it is the last.
+
+        leaving: blocks that leave the tiers above for that.
+        """
         if not len(handles):
             return
         below = level + 1
         if below < self.backing:
-            has_copy, _ = self._found(below, handles)
-            lost = handles[~has_copy]
-            self.make_room(below, lost, self.idle_access(), keep=handles[has_copy])
+            lost = handles[self.residency[below].slot_of.array[handles] < 0]
+            leaving = np.concatenate([leaving, handles])
+            self.make_room(below, lost, self.idle_access(), leaving=leaving)
             cached = self.cache(below, lost, *self._bytes_of(level, lost))
             self.metrics.tiers[level].demotions += cached
         self._remove(level, handles)

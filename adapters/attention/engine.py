@@ -101,7 +101,7 @@ class SparseAttention:
     micro_batch: sequences that pass the stages together; by default what the plan says, or a
         quarter of the batch on a GPU over a disk, else all.
     sync: how blocks come from disk: ``"a"`` whole layers, ``"b"`` extents past the page cache,
-        ``"c"`` through pages in DRAM that are asked for ahead, ``"d"`` as (c) with slots in DRAM
+        ``"c"`` through pages in DRAM, all asked for at once, ``"d"`` as (c) with slots in DRAM
         for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By
         default DRAM caches what left the fast tier, before a memory-mapped file.
     stalls: float64 [layers, KV heads] >= 0, how often each head had to wait for the disk in
@@ -455,7 +455,7 @@ class SparseAttention:
         return self._rules.plan if self._running.batch is None else self._running.batch.sharing.plan
 
     def stalls(self) -> Amounts:
-        """How often each head's blocks had to wait for the disk, float64 [layers, KV heads].
+        """How often each head's blocks had to come from the disk, float64 [layers, KV heads].
 
         Counted by the pages of sync levels (a), (c) and (d), since the prompt came.
         """

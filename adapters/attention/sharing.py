@@ -150,7 +150,7 @@ class Sharing:
             fit_dram(self._store, rules.sync, self._segments(), rules.stalls, blocks)
 
     def stalls(self) -> Amounts:
-        """How often each head had to wait for the disk, float64 [layers, KV heads]."""
+        """How often each head's blocks came from the disk, float64 [layers, KV heads]."""
         shape = len(self._layers), -1, self._layers[0].heads
         stalls: Amounts = stalls_of(self._store, self._segments()).reshape(shape).sum(1)
         return stalls

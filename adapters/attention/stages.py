@@ -139,7 +139,7 @@ class Stages:
     def _calls(self, step: LayerStep, out: torch.Tensor) -> dict[str, Callable[[Task], None]]:
         def select(task: Task) -> None:
             step.select(task)
-            if self.layer_scratch is not None and step.selections[0] is not None:
+            if self.layer_scratch is not None:
                 bring_layer(self._store, step.layer.segments, self.layer_scratch)
             if len(self._rows) == 1:
                 step.take_work_space()

@@ -83,13 +83,13 @@ def check_stalls(
 
 
 def stalls_of(store: BlockStore, segments: Ids) -> Amounts:
-    """How often blocks of each of `segments` had to wait for the disk, float64 [S]."""
+    """How often blocks of each of `segments` had to come from the disk, float64 [S]."""
     disk = mapped(store)
     if disk is None:
         raise ConfigError("stalls: nothing counts pages here: make the engine with sync='c' or 'd'")
     owners = store.owners(store.backing)
     pages, _ = page_range(np.arange(len(owners), dtype=np.int32), store.layout.block_bytes)
-    waits = disk.waits[pages].astype(np.float64) * (owners >= 0)
+    waits = disk.asked[pages].astype(np.float64) * (owners >= 0)
     counted = np.bincount(np.maximum(owners, 0), waits, minlength=int(segments.max()) + 1)
     stalls: Amounts = counted[segments].astype(np.float64)
     return stalls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,22 +19,23 @@ _PIECE_SHARE = 16
 
 
 def bring_layer(store: BlockStore, segments: Ids, scratch: Scratch) -> None:
-    """Read all blocks of `segments`, piece by piece into `scratch`."""
-    blocks = store.space.blocks[segments]
-    numbers = [np.arange(count, dtype=np.int32) for count in blocks.tolist()]
-    store.expect(np.repeat(segments, blocks), np.concatenate(numbers))
-    started = perf_counter()
+    """Read all blocks of `segments` into `scratch`, in the order in which the disk has them.
+
+    Piece by piece; the disk begins with the next while one is copied.
+    """
     nbytes = min(_PIECE_BYTES, store.memory.limit_bytes // _PIECE_SHARE)
-    shape = max(len(segments), nbytes // store.layout.block_bytes), store.layout.block_bytes
-    staging: Bytes = scratch.array("layer", shape, np.uint8)
-    for count in np.unique(blocks).tolist():
-        _read_pieces(store, segments[blocks == count], count, staging)
-    store.metrics.fetch_seconds += perf_counter() - started
-
-
-def _read_pieces(store: BlockStore, segments: Ids, blocks: int, staging: Bytes) -> None:
-    each = len(staging) // len(segments)
-    for first in range(0, blocks, each):
-        count = min(each, blocks - first)
-        out = staging[: len(segments) * count].reshape(len(segments), count, -1)
-        store.read(segments, first, count, out)
+    each = max(1, nbytes // store.layout.block_bytes)
+    staging: Bytes = scratch.array("layer", (each, store.layout.block_bytes), np.uint8)
+    with store.holding() as moves:
+        on_disk = moves.residency[store.backing].slot_of.array
+        handles = np.concatenate(
+            [store.space.all_handles(segment) for segment in segments.tolist()]
+        )
+        handles = handles[np.argsort(on_disk[handles])]
+        pieces = [handles[first : first + each] for first in range(0, len(handles), each)]
+        for piece, coming in zip_longest(pieces, pieces[1:]):
+            if coming is not None:
+                moves.expect(coming)
+            started = perf_counter()
+            moves.read(piece, staging)
+            store.metrics.fetch_seconds += perf_counter() - started

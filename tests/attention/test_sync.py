@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -16,14 +17,17 @@ from stories import SCALE, Story, check_step, prefilled, small
 
 from tierstore.adapters.attention import SparseAttention, chain
 from tierstore.adapters.attention.sync import SYNC_LEVELS, mapped, share_out
+from tierstore.adapters.attention.whole_layers import bring_layer
 from tierstore.adapters.presets import PRESETS
 from tierstore.errors import ConfigError
 from tierstore.layout import BlockLayout
 from tierstore.memory import Memory
+from tierstore.scratch import Scratch
 from tierstore.sizes import parse_size
 from tierstore.staging import Staging
 from tierstore.tiers import PagedTier, PinnedTier, WriteBehindTier
 from tierstore.tiers.memory import MemoryTier
+from tierstore.tiers.paged import page_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -324,7 +328,7 @@ def test_stalls_are_counted_for_the_head_whose_blocks_were_on_disk(tmp_path: Pat
     stalls = engine.stalls() - before
     assert stalls.shape == (2, 2)
     assert (stalls > 0).all()
-    assert stalls.sum() <= 2 * disk.waits.sum() * disk.layout.block_bytes
+    assert stalls.sum() <= 2 * disk.asked.sum() * disk.layout.block_bytes
     engine.close()
 
 
@@ -334,6 +338,7 @@ def test_the_disk_begins_before_room_is_made(tmp_path: Path) -> None:
     story = Story(small(), sequences=1)
     engine = engine_at("c", story, tmp_path, dram="250KiB", preset=no_warm_up(), window=1.0)
     check_step(engine, story, 2e-5)
+    engine.store.tiers[2].sync()
     disk = mapped(engine.store)
     assert disk is not None
     evictions = engine.store.metrics.tiers[0]
@@ -350,6 +355,27 @@ def test_the_disk_begins_before_room_is_made(tmp_path: Path) -> None:
         assert sum(blocks for blocks, _ in asked) == engine.store.metrics.tiers[2].hits - read
         assert asked[0][1] == before < evictions.evictions
         asked.clear()
+    engine.close()
+
+
+def test_a_layer_larger_than_the_page_cache_is_read_once(tmp_path: Path) -> None:
+    story = Story(small(), sequences=1)
+    engine = engine_at("a", story, tmp_path, tokens=3000, dram="600KiB")
+    engine.store.tiers[2].sync()
+    disk = mapped(engine.store)
+    assert disk is not None
+    disk.drop_cache()
+    batch = engine._running.batch
+    assert batch is not None
+    segments = batch.layers[0].segments
+    owners = engine.store.owners(2)
+    slots = np.flatnonzero(np.isin(owners, segments)).astype(np.int32)
+    first, last = page_range(slots, disk.layout.block_bytes)
+    pages = np.unique(np.concatenate([first, last]))
+    assert len(pages) * mmap.PAGESIZE > disk.cache_bytes
+    before = disk.asked.sum()
+    bring_layer(engine.store, segments, Scratch(engine.store.memory))
+    assert disk.asked.sum() - before == len(pages)
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from itertools import pairwise
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 PAGE = os.sysconf("SC_PAGESIZE")
 LAYOUT = BlockLayout.kv(4, 64, torch.bfloat16)
 EACH = PAGE // LAYOUT.block_bytes
+TABLE_BYTES = 9
 
 
 class TestPagedTier(TierTests):
@@ -39,7 +41,7 @@ def numbered(n: int, first: int = 0) -> Ids:
 
 def stored(folder: Path, pages: int, cache_pages: int) -> tuple[PagedTier, Bytes]:
     """A tier with so many pages of blocks; skips where the system keeps pages all the same."""
-    tier = PagedTier(LAYOUT, folder / "blocks", cache_pages * PAGE + 8 * pages)
+    tier = PagedTier(LAYOUT, folder / "blocks", cache_pages * PAGE + TABLE_BYTES * pages)
     slots = numbered(pages * EACH)
     tier.resize(len(slots))
     blocks = np.random.default_rng(0).integers(0, 256, (len(slots), LAYOUT.block_bytes), np.uint8)
@@ -76,10 +78,10 @@ def test_the_pages_used_longest_ago_leave(tmp_path: Path) -> None:
     tier, _ = stored(tmp_path, 64, 8)
     for page in [*range(7), 0, 1, 40, 41, 42]:
         read(tier, numbered(1, page * EACH))
-    tier.waits[:] = 0
+    tier.asked[:] = 0
     for page in (0, 1, 42, 2):
         read(tier, numbered(1, page * EACH))
-    assert tier.waits.nonzero()[0].tolist() == [2]
+    assert tier.asked.nonzero()[0].tolist() == [2]
     tier.close()
 
 
@@ -87,8 +89,8 @@ def test_a_wait_is_counted_where_the_disk_was_asked(tmp_path: Path) -> None:
     tier, _ = stored(tmp_path, 16, 16)
     read(tier, numbered(2 * EACH, 4 * EACH))
     read(tier, numbered(3 * EACH, 4 * EACH))
-    assert tier.waits.nonzero()[0].tolist() == [4, 5, 6]
-    assert tier.waits.max() == 1
+    assert tier.asked.nonzero()[0].tolist() == [4, 5, 6]
+    assert tier.asked.max() == 1
     tier.close()
 
 
@@ -100,15 +102,52 @@ def test_what_is_expected_comes_by_itself(tmp_path: Path) -> None:
         time.sleep(0.001)
     assert tier.cached_bytes() == 3 * PAGE
     assert np.array_equal(read(tier, numbered(EACH, 6 * EACH)), blocks[6 * EACH : 7 * EACH])
-    assert tier.waits.nonzero()[0].tolist() == [5, 6, 7]
-    assert tier.waits.max() == 1
+    assert tier.asked.nonzero()[0].tolist() == [5, 6, 7]
+    assert tier.asked.max() == 1
+    tier.close()
+
+
+def test_what_is_expected_stays_within_the_cache(tmp_path: Path) -> None:
+    tier, _ = stored(tmp_path, 256, 16)
+    for page in range(16):
+        read(tier, numbered(1, page * EACH))
+    tier.expect(numbered(256 * EACH))
+    until = time.monotonic() + 20
+    while tier.cached_bytes() < 15 * PAGE and time.monotonic() < until:
+        time.sleep(0.001)
+    assert tier.cached_bytes() <= 16 * PAGE
+    tier.close()
+
+
+def test_no_page_comes_after_it_was_dropped(tmp_path: Path) -> None:
+    """Not even one that the disk was still reading then."""
+    tier, blocks = stored(tmp_path, 2048, 600)
+    tier.expect(numbered(512, 0) * 4 * EACH)
+    tier.cache_bytes = 8 * PAGE + TABLE_BYTES * 2048
+    time.sleep(0.1)
+    assert tier.cached_bytes() <= 8 * PAGE
+    order = np.random.default_rng(2).permutation(len(blocks)).astype(np.int32)
+    assert np.array_equal(read(tier, order), blocks[order])
+    tier.close()
+
+
+def test_a_hint_that_fails_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, blocks = stored(tmp_path, 16, 16)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "_ask", fail)
+        tier.expect(numbered(3 * EACH))
+    assert np.array_equal(read(tier, numbered(4 * EACH)), blocks[: 4 * EACH])
     tier.close()
 
 
 def test_a_smaller_cache_lets_pages_go_at_once(tmp_path: Path) -> None:
     tier, _ = stored(tmp_path, 16, 16)
     read(tier, numbered(10 * EACH))
-    tier.cache_bytes = 3 * PAGE + 8 * 16
+    tier.cache_bytes = 3 * PAGE + TABLE_BYTES * 16
     assert tier.cached_bytes() == 3 * PAGE
     tier.close()
 

@@ -390,6 +390,39 @@ def test_a_block_that_leaves_keeps_its_copy_below(make_store: Callable[..., Bloc
     assert (it.where(0), it.where(1)) == ({1, 4}, {0, 2})
 
 
+@pytest.mark.parametrize("slots", [(3, 2, 3), (4, 4, 8)])
+def test_what_leaves_the_top_of_four_tiers_is_not_lost_by_its_copy(
+    make_store: Callable[..., BlockStore], slots: tuple[int, int, int]
+) -> None:
+    """Of blocks that the top tier had, those with a copy below keep it as they leave."""
+    it = filled(
+        make_store("device", "pinned", "pinned", "mmap", slots=slots), 1, 24, quota=slots[0]
+    )
+    random = np.random.default_rng(3)
+    for _ in range(300):
+        top, copies = it.where(0), it.where(1) | it.where(2)
+        it.visit(random.choice(24, 3, replace=False).tolist())
+        left = top - it.where(0)
+        assert left & copies <= it.where(1) | it.where(2)
+
+
+def test_the_last_tier_is_told_of_what_no_other_has(make_store: Callable[..., BlockStore]) -> None:
+    it = filled(make_store("device", "pinned", "late", slots=(3, 3)), 1, 9, quota=3)
+    told: list[int] = []
+    it.store.tiers[2].expect = lambda slots: told.extend(slots.tolist())  # type: ignore[method-assign]
+    it.visit([0, 1, 2])
+    it.visit([3, 4, 5])
+    assert it.where(1) == {0, 1, 2}
+    told.clear()
+    it.visit([0, 3, 6])
+    slot_of = it.store._moves.residency[2].slot_of.array
+    (handle,) = it.store.space.all_handles(int(it.segments[0]))[[6]].tolist()
+    assert told == [slot_of[handle]]
+    told.clear()
+    it.visit([0, 2, 4, 6, 8, 7, 5])  # in parts
+    assert len(told) == len(set(told)) > 0
+
+
 def test_a_leased_copy_stays(make_store: Callable[..., BlockStore]) -> None:
     it = filled(make_store("device", "pinned", "late", slots=(2, 2)), 1, 5, quota=2)
     for blocks in ([0, 1], [2, 3], [0, 2]):

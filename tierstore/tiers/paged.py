@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,7 @@ _ASKED_AT_ONCE = (128 << 10) // _PAGE
 """Pages of one request; of a longer one Linux would read the beginning only."""
 _BATCHES = 16
 """Pages leave in batches of 1/16 of the cache: finding the oldest costs O(pages)."""
-_TABLE_BYTES = 8
+_TABLE_BYTES = 9
 """What is kept for each page of the file."""
 
 
@@ -35,9 +36,9 @@ class PagedTier(MmapTier):
     """Blocks in a mapped file, of which at most `cache` bytes stay in the system's page cache.
 
     A read asks for all the pages that it lacks before it waits for the first, and `expect` asks
-    for pages and does not wait at all. The pages used longest ago leave, after a read, and before
-    more are expected. What is in the cache is a matter of speed alone: the map always has the
-    right bytes.
+    for as many as may stay and does not wait at all. The pages used longest ago leave, after a
+    read, so that what one reads comes on top until it has, and before pages are expected. What is
+    in the cache is a matter of speed alone: the map always has the right bytes.
 
     Parameters
     ----------
@@ -57,7 +58,9 @@ class PagedTier(MmapTier):
         self._cache_bytes = parse_size(cache, "cache")
         self._used: Ids = np.empty(0, np.int32)
         """Number of the last call that used each page; -1 for one that is not in memory."""
-        self.waits: Ids = np.empty(0, np.int32)
+        self._is_coming: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        """Whether each page was expected and not read since: the system may not have it yet."""
+        self.asked: Ids = np.empty(0, np.int32)
         """How often each page had to be asked of the disk: the stalls."""
         self._held = 0
         self._call = 0
@@ -86,9 +89,11 @@ class PagedTier(MmapTier):
         kept = min(pages, len(self._used))
         used: Ids = np.full(pages, -1, np.int32)
         used[:kept] = self._used[:kept]
-        waits: Ids = np.zeros(pages, np.int32)
-        waits[:kept] = self.waits[:kept]
-        self._used, self.waits = used, waits
+        is_coming = np.zeros(pages, np.bool_)
+        is_coming[:kept] = self._is_coming[:kept]
+        asked: Ids = np.zeros(pages, np.int32)
+        asked[:kept] = self.asked[:kept]
+        self._used, self._is_coming, self.asked = used, is_coming, asked
         self._held = int((used >= 0).sum())
         if self._map is not None:
             self._map.madvise(mmap.MADV_RANDOM)
@@ -96,10 +101,12 @@ class PagedTier(MmapTier):
     def read(
         self, slots: Ids, out: Bytes, rows: Ids, parts: Collection[str] | None = None
     ) -> Completion:
+        pages = self._pages(slots)
         with self._counting:
-            self._ask(self._use(slots))
+            self._ask(self._use(pages))
         done = super().read(slots, out, rows, parts)
         with self._counting:
+            self._is_coming[pages] = False
             self._trim(_BATCHES)
         return done
 
@@ -108,15 +115,18 @@ class PagedTier(MmapTier):
     ) -> Completion:
         done = super().write(slots, blocks, rows, parts)
         with self._counting:
-            self._use(slots)
+            self._use(self._pages(slots))
             self._is_dirty = True
             self._trim(_BATCHES)
         return done
 
     def expect(self, slots: Ids) -> None:
-        with self._counting:
+        with self._counting, suppress(OSError):  # a read says what is wrong, if anything
+            room = self._room
+            missing = self._use(self._pages(slots)[: room - room // _BATCHES])
             self._trim(_BATCHES)
-            self._ask(self._use(slots))
+            self._is_coming[missing] = True
+            self._ask(missing)
 
     def drop_cache(self) -> None:
         """Have no page of the file in memory."""
@@ -137,14 +147,17 @@ class PagedTier(MmapTier):
 
     # Pages
 
-    def _use(self, slots: Ids) -> Pointers:
-        """Note that blocks are used; returns their pages that were not in memory, in order."""
+    def _pages(self, slots: Ids) -> Pointers:
+        """The pages of blocks, in order."""
         first, last = page_range(slots, self.layout.block_bytes)
         pages = first
         if (span := int((last - first).max(initial=0))) > 0:
             each = first[:, None] + np.arange(span + 1)
             pages = each[each <= last[:, None]]
-        pages = np.unique(pages)
+        return np.unique(pages)
+
+    def _use(self, pages: Pointers) -> Pointers:
+        """Note that pages are used; returns those that were not in memory."""
         self._call += 1
         missing: Pointers = pages[self._used[pages] < 0]
         self._used[pages] = self._call
@@ -153,16 +166,21 @@ class PagedTier(MmapTier):
 
     def _ask(self, pages: Pointers) -> None:
         """Have the system begin to read pages, those next to each other together."""
-        self.waits[pages] += 1
+        self.asked[pages] += 1
         if self._map is None or len(pages) == 0:
             return
         ask = self._map.madvise
         for start, count in runs(pages, _ASKED_AT_ONCE):
             ask(mmap.MADV_WILLNEED, start * _PAGE, count * _PAGE)
 
+    @property
+    def _room(self) -> int:
+        """Pages that may stay in memory."""
+        return max(0, (self._cache_bytes - _TABLE_BYTES * len(self._used)) // _PAGE)
+
     def _trim(self, batches: int) -> None:
         """Let pages go that are too many, and in all batches but one some more."""
-        room = max(0, (self._cache_bytes - _TABLE_BYTES * len(self._used)) // _PAGE)
+        room = self._room
         over = self._held - room
         if over <= 0:
             return
@@ -175,6 +193,10 @@ class PagedTier(MmapTier):
         """Take pages out of memory; what was not on disk goes there first."""
         if self._map is None or not len(pages):
             return
+        coming = pages[self._is_coming[pages]]
+        if len(coming):  # the system drops no page that it is reading: wait for it
+            np.frombuffer(self._map, np.uint8)[coming * _PAGE].max()
+            self._is_coming[coming] = False
         if self._is_dirty:
             os.fdatasync(self._file.fd)
             self._is_dirty = False
@@ -186,7 +208,8 @@ class PagedTier(MmapTier):
 
     def close(self) -> None:
         super().close()
-        self._used, self.waits, self._held = self._used[:0], self.waits[:0], 0
+        self._used, self.asked = self._used[:0], self.asked[:0]
+        self._is_coming, self._held = self._is_coming[:0], 0
 
 
 def page_range(slots: Ids, block_bytes: int) -> tuple[Pointers, Pointers]:
