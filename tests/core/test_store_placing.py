@@ -331,19 +331,6 @@ def test_the_last_tier_is_never_partitioned(partitioned: int, tmp_path: Path) ->
         store_of(tmp_path, partitioned=partitioned)
 
 
-def test_only_what_no_tier_above_has_is_expected(tmp_path: Path) -> None:
-    store = store_of(tmp_path, top=2)
-    segment = store.open(1)
-    store.set_quota(segment, np.array([2], np.int64))
-    home = np.array([[0, 1, 2, 2]], np.uint8)
-    store.append(segment, bytes_of(1, 4), home=home, order=np.array([[3, 2, 1, 0]]))
-    heard: list[int] = []
-    store.tiers[2].expect = lambda slots: heard.extend(slots.tolist())  # type: ignore[method-assign]
-    store.expect(np.repeat(segment, 4), np.arange(4, dtype=np.int32))
-    assert heard == [1, 0]
-    store.close()
-
-
 def test_tiers_that_can_prepare_nothing_are_not_disturbed(tmp_path: Path) -> None:
     tier = make_tier("pinned", 1 << 12, tmp_path)
     tier.expect(np.arange(3, dtype=np.int32))
