@@ -104,7 +104,7 @@ class SparseAttention:
         ``"c"`` through pages in DRAM, all asked for at once, ``"d"`` as (c) with slots in DRAM
         for each head. Needs `fast`, `dram` and `disk`; attention is the same at every level. By
         default DRAM caches what left the fast tier, before a memory-mapped file.
-    stalls: float64 [layers, KV heads] >= 0, how often each head had to wait for the disk in
+    stalls: float64 [layers, KV heads] >= 0, how often each head's blocks came from disk in
         another run, from `stalls`: shares out the slots of level (d). Alike by default.
     on_selection: is called with what each step selects in each layer, as
         ``(layer, blocks of its rows, selection)``; the arrays are valid during the call. See
