@@ -96,7 +96,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def ask(self, count: int) -> None:
         """Victims that stay after all, twice the same ones."""
         able = len(self.asked.may_leave())
-        for each in range(1, able):
+        for each in {min(1, able), able // 2}:
             assert self.asked.victims(each) == self.asked.victims(each)
         self.named = self.asked.victims(min(count, able))
         assert self.asked.victims(min(count, able)) == self.named
